@@ -24,9 +24,11 @@ class Cli:
         assert err == ""
         return out
 
-    def fails(self, *arguments: str, status: int = 1) -> tuple[str, str]:
-        """What it printed, to stdout and to stderr, when it ended with `status`."""
-        self._monkeypatch.setattr(sys, "argv", ["kvpool", *arguments, "--endpoint", self.server.endpoint])
+    def fails(self, *arguments: str, status: int = 1, endpoint: str | None = None) -> tuple[str, str]:
+        """What it printed, to stdout and to stderr, when it ended with `status`. An empty endpoint is left out."""
+        endpoint = self.server.endpoint if endpoint is None else endpoint
+        given = [*arguments, "--endpoint", endpoint] if endpoint else arguments
+        self._monkeypatch.setattr(sys, "argv", ["kvpool", *given])
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()

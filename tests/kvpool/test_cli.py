@@ -2,10 +2,8 @@ import hashlib
 import json
 import math
 import re
-import shutil
-import signal
+import shlex
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from tests.kvpool.conftest import Cli, CliAt
 from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
-NOBODY = "127.0.0.1:1"
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 
 
@@ -62,34 +59,22 @@ def _left(cli: Cli) -> dict[str, int]:
     return {row["model"]: row["entries"] for row in json.loads(cli("namespaces", "--json"))}
 
 
-def test_the_command_is_installed() -> None:
-    assert shutil.which(KVPOOL)
+def test_the_command_is_installed(server: ServerProcess) -> None:
     assert run_command(KVPOOL, "--version").stdout.strip() == f"kvpool {__version__}"
-
-
-def test_ping(cli: Cli) -> None:
-    first, second = cli("ping").splitlines()
-    assert first.startswith(f"kvpool-server {__version__} at {cli.server.endpoint}, up for ")
-    assert second == "bytes would travel by shm: client and server share memory"
+    done = run_command(KVPOOL, "ping", KVPOOL_ENDPOINT=server.endpoint)
+    assert done.returncode == 0 and server.endpoint in done.stdout
 
 
 def test_ping_tries_the_transport_that_it_is_told(cli: Cli) -> None:
+    first, second = cli("ping").splitlines()
+    assert first.startswith(f"kvpool-server {__version__} at {cli.server.endpoint}, up for ")
+    assert second == "bytes would travel by shm: client and server share memory"
     told = cli("ping", "--transport", "tcp").splitlines()[1]
     assert re.fullmatch(r"bytes would travel by tcp over the data port \S+, \d+ connections?: transport=tcp", told)
     found = json.loads(cli("ping", "--json", "--transport", "tcp"))
     assert (found["version"], found["endpoint"]) == (__version__, cli.server.endpoint)
     assert (found["transport"], found["why"]) == ("tcp", "transport=tcp") and "data port" in found["route"]
     assert "put_gb_per_s" not in found
-    done = run_command(KVPOOL, "ping", "--endpoint", cli.server.endpoint, "--transport", "pigeon")
-    assert done.returncode == 2 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, network" in done.stderr
-
-
-def test_ping_says_once_why_a_transport_is_slow(pool_server: StartServer, cli_at: CliAt) -> None:
-    told = cli_at(pool_server("--data-listen", ""))("ping", "--transport", "network").splitlines()[1]
-    assert told == (
-        "bytes would travel by grpc (slow): no mooncake: the server offers no RDMA; no tcp: the server has no data "
-        "port; see --data-listen"
-    )
 
 
 def test_ping_measures_what_a_hit_costs_and_saves(pool_server: StartServer, connect: Connect, cli_at: CliAt) -> None:
@@ -109,75 +94,27 @@ def test_ping_measures_what_a_hit_costs_and_saves(pool_server: StartServer, conn
     assert lines[-1].startswith("It pays where prefill is slower than ")
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--namespace", "0123"], "--mib and --namespace are about a measurement; give --bandwidth, too"),
-        (["--mib", "4"], "--mib and --namespace are about a measurement; give --bandwidth, too"),
-        (["--bandwidth", "--prefill", "9"], "--prefill and --tensor-parallel are about a namespace's hits"),
-        (["--bandwidth", "--namespace", "zzz"], "no namespace begins with 'zzz'"),
-        (["--bandwidth", "--namespace", ""], "2 namespaces begin with ''"),
-    ],
-)
-def test_ping_refuses_in_one_sentence(cli: Cli, stored: object, options: list[str], says: str) -> None:
-    err = cli.fails("ping", *options, status=2)[1]
-    assert says in err and err.startswith("kvpool: ") and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["ping", "--mib", "0"], "'--mib': 0 is out of bounds; give 1 to 65,536"),
-        (["ping", "--prefill", "0.5"], "'--prefill': 0.5 is out of bounds; give 1 or more"),
-        (
-            ["pin", "--prompt", "-", "--namespace", "ab", "--seconds", "0"],
-            "'--seconds': 0 is out of bounds; give 1 to 86,400, or --end, which ends pins",
-        ),
-    ],
-)
-def test_a_number_out_of_bounds_is_named_with_them(cli: Cli, arguments: list[str], says: str) -> None:
-    err = cli.fails(*arguments, status=2)[1]
-    assert says in " ".join(err.replace("│", " ").split())
-
-
-def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--memory", "1GiB")
-    client = connect(server)
-    # So much takes seconds.
-    command = [KVPOOL, "ping", "--bandwidth", "--mib", "768", "--transport", "tcp", "--endpoint", server.endpoint]
-    # What a shell without job control runs in the background ignores this signal, and so do the children.
-    heeds = ["env", "--default-signal=INT", *command]
-    process = subprocess.Popen(heeds, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process:
-        wait_for(lambda: client.admin.stats().counters["put_granted_blocks"], "the first blocks")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode != 0 and "Traceback" not in err
-    assert [info.num_entries for info in client.admin.namespaces()] == [0]
-
-
-def test_the_endpoint_may_come_from_the_environment(server: ServerProcess) -> None:
-    done = run_command(KVPOOL, "ping", KVPOOL_ENDPOINT=server.endpoint)
-    assert done.returncode == 0 and server.endpoint in done.stdout
-
-
-def test_stats(cli: Cli, stored: object) -> None:
+def test_stats_tell_all_counters_and_latencies(cli: Cli, stored: object) -> None:
     found = json.loads(cli("stats", "--json"))
     assert (found["arena_bytes"], found["entries"]) == (8 << 20, 4)
-    assert found["counters"]["put_completed_blocks"] >= 4
+    assert found["counters"]["put_completed_blocks"] >= 4 and re.fullmatch("[0-9a-f]{16}", found["boot"])
+    server = found["server"]
+    assert server["version"] == __version__ and server["uptime_seconds"] > 0
+    (puts,) = (rpc for rpc in server["rpcs"] if (rpc["method"], rpc["status"]) == ("PutStart", "OK"))
+    assert puts["count"] == sum(puts["buckets"]) >= 2 and 0 < puts["p50_seconds"] <= puts["p99_seconds"]
     lines = cli("stats", "--all").splitlines()
     numbers = {name: value for name, value in found.items() if isinstance(value, int) and not name.endswith("_tokens")}
     assert {"arena_bytes", "free_bytes", "entries", "leases"} <= set(numbers)
     for name, value in {**numbers, **found["counters"]}.items():
         shown = size_text(value) if name.endswith("_bytes") else f"{value:,}"
         assert any(name in line and shown in line for line in lines), name
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= 80 and not any("--all" in line for line in lines)
+    few = cli("stats").splitlines()
+    assert any(re.search(r"PutStart +│ OK ", line) for line in few)
+    assert any(re.fullmatch(r"engines     could load \S+ \w*B, stored [1-9]\S* \w*B", line) for line in few)
     counted = {**{name: value for name, value in found.items() if isinstance(value, int)}, **found["counters"]}
-    told = [line.split("│")[1].strip() for line in cli("stats").split("RPCs")[0].splitlines() if line.startswith("│")]
-    assert set(told) == {name for name in told if counted[name]} and {"entries", "put_completed_blocks"} <= set(told)
     num_zeros = sum(counted[name] == 0 for name in counted if any(f"│ {name} " in line for line in lines))
-    assert num_zeros and f"pool: {num_zeros} more metrics are 0; --all shows them" in cli("stats").splitlines()
-    assert not any("--all" in line for line in lines)
+    assert num_zeros and f"pool: {num_zeros} more metrics are 0; --all shows them" in few
 
 
 def test_stats_begin_with_what_is_wrong(pool_server: StartServer, connect: Connect, cli_at: CliAt) -> None:
@@ -198,29 +135,6 @@ def test_stats_begin_with_what_is_wrong(pool_server: StartServer, connect: Conne
     assert found["quotas"] == [{"subject": "tenant:acme", "limit_bytes": 1 << 20, "used_bytes": 1_000_000}]
     (told,) = found["problems"]
     assert (told["check"], told["level"]) == ("quotas", "warning") and told["fix"]
-
-
-def test_stats_tell_of_the_server_and_its_latencies(cli: Cli, stored: object) -> None:
-    found = json.loads(cli("stats", "--json"))
-    server = found["server"]
-    assert server["version"] == __version__ and server["uptime_seconds"] > 0
-    (puts,) = (rpc for rpc in server["rpcs"] if (rpc["method"], rpc["status"]) == ("PutStart", "OK"))
-    assert puts["count"] == sum(puts["buckets"]) >= 2 and 0 < puts["p50_seconds"] <= puts["p99_seconds"]
-    assert re.fullmatch("[0-9a-f]{16}", found["boot"])
-    lines = cli("stats").splitlines()
-    assert any(re.search(r"PutStart +│ OK ", line) for line in lines)
-    assert any(re.fullmatch(r"engines     could load \S+ \w*B, stored [1-9]\S* \w*B", line) for line in lines)
-
-
-def test_no_output_depends_on_columns(cli: Cli, stored: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    def printed() -> list[str]:
-        return [re.sub(r"\d+", "9", cli(*command)) for command in (["namespaces"], ["quota", "tenant:x=1MiB"])]
-
-    usual = printed()
-    for columns in ("20", "300"):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert printed() == usual
-    cli("quota", "tenant:x=0")
 
 
 def test_two_namespaces_are_compared_field_by_field(pool_server: StartServer, connect: Connect, cli_at: CliAt) -> None:
@@ -296,85 +210,85 @@ def test_quotas_beyond_the_memory_are_warned_of(pool_server: StartServer, cli_at
     assert "the quotas of namespaces add up to 9 MiB" in err
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("tenant:acme=100", "quota 'tenant:acme=100' has no unit; give tenant:acme=100GiB, or tenant:acme=100B if you"),
-        ("tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is not a size"),
-        ("tenant:nobody=0", "there is no quota tenant:nobody to delete"),
-    ],
-)
-def test_a_bad_quota_is_one_sentence(cli: Cli, text: str, says: str) -> None:
-    out, err = cli.fails("quota", "tenant:good=1GiB", text, status=2)
-    assert out == "" and says in err
-    assert json.loads(cli("quota", "--json")) == []
-
-
-def test_clear_drops_everything(cli: Cli, stored: object) -> None:
-    assert cli("clear", "--all").startswith("dropped 4 blocks of all namespaces at ")
-    assert set(_left(cli).values()) == {0}
-    assert cli("clear", "--all").startswith("dropped 0 blocks ")
-
-
-def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint(
+def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint_or_all(
     cli: Cli, stored: tuple[Namespace, Namespace]
 ) -> None:
     first, second = stored
     name = first.fingerprint.hex()[:12]
     assert cli("clear", "--namespace", name.upper()).startswith(f"dropped 2 blocks of namespace {name} at ")
     assert _left(cli) == {first.spec.model: 0, second.spec.model: 2}
+    assert cli("clear", "--all").startswith("dropped 2 blocks of all namespaces at ")
+    assert set(_left(cli).values()) == {0}
+
+
+MEASUREMENT = "--mib and --namespace are about a measurement; give --bandwidth, too"
+ALL_OR_ONE = "give either --namespace, or --all to drop the blocks of every model"
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence", "status"),
+    ("line", "says", "status"),
     [
-        (["08fa"], "'08fa' names nothing to drop; give --namespace 08fa, or --all", 2),
+        ("ping --namespace 0123", MEASUREMENT, 2),
+        ("ping --mib 4", MEASUREMENT, 2),
+        ("ping --bandwidth --prefill 9", "--prefill and --tensor-parallel are about a namespace's hits", 2),
+        ("ping --bandwidth --namespace zzz", "no namespace begins with 'zzz'", 2),
+        ("ping --bandwidth --namespace ''", "2 namespaces begin with ''", 2),
+        ("clear 08fa", "'08fa' names nothing to drop; give --namespace 08fa, or --all", 2),
         # As a script with a variable that is not set would ask.
-        (["--namespace", ""], "--namespace is empty; give a fingerprint, or --all for every namespace", 2),
-        (["--namespace", "zzz"], "no namespace begins with 'zzz'; `kvpool namespaces` lists them", 2),
-        (["--namespace", "0" * 64], f"namespace {'0' * 64} is not open on this server; open it first", 1),
-        ([], "give either --namespace, or --all to drop the blocks of every model", 2),
-        (["--namespace", "abc", "--all"], "give either --namespace, or --all to drop the blocks of every model", 2),
+        ("clear --namespace ''", "--namespace is empty; give a fingerprint, or --all for every namespace", 2),
+        ("clear --namespace zzz", "no namespace begins with 'zzz'; `kvpool namespaces` lists them", 2),
+        (f"clear --namespace {'0' * 64}", f"namespace {'0' * 64} is not open on this server; open it first", 1),
+        ("clear", ALL_OR_ONE, 2),
+        ("clear --namespace abc --all", ALL_OR_ONE, 2),
+        (
+            "quota tenant:good=1GiB tenant:acme=100",
+            "quota 'tenant:acme=100' has no unit; give tenant:acme=100GiB, or tenant:acme=100B if you",
+            2,
+        ),
+        ("quota tenant:good=1GiB tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is not a size", 2),
+        ("quota tenant:good=1GiB tenant:nobody=0", "there is no quota tenant:nobody to delete", 2),
     ],
 )
-def test_clear_drops_nothing_unless_it_is_told_what(
-    cli: Cli, stored: object, options: list[str], sentence: str, status: int
+def test_what_is_refused_changes_nothing_and_is_one_sentence(
+    cli: Cli, stored: object, line: str, says: str, status: int
 ) -> None:
-    assert cli.fails("clear", *options, status=status) == ("", f"kvpool: {sentence}\n")
-    assert set(_left(cli).values()) == {2}
+    out, err = cli.fails(*shlex.split(line), status=status)
+    assert says in err and err.startswith("kvpool: ") and err.count("\n") == 1
+    assert not out or line.startswith("ping")
+    assert set(_left(cli).values()) == {2} and json.loads(cli("quota", "--json")) == []
 
 
-@pytest.mark.parametrize("command", [["ping"], ["stats"], ["namespaces"], ["clear", "--all"], ["top", "--once"]])
-def test_a_server_that_is_not_there_is_one_sentence(command: list[str]) -> None:
-    done = run_command(KVPOOL, *command, "--endpoint", NOBODY)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"kvpool: cannot reach kvpool-server at {NOBODY}")
-    assert "check that the server runs, and that the endpoint is right" in done.stderr
-
-
-@pytest.mark.parametrize("command", [["ping"], ["top"], ["top", "--once"]])
-def test_a_bad_endpoint_is_one_sentence(command: list[str]) -> None:
-    done = run_command(KVPOOL, *command, "--endpoint", "nowhere")
-    assert done.returncode == 2
-    assert done.stderr == "kvpool: endpoint 'nowhere' is not HOST:PORT, for example '127.0.0.1:50051'\n"
-
-
-@pytest.mark.parametrize("arguments", [("--tls", "/no", "ping"), ("ping", "--tls", "/no"), ("ping", "--tls=/no")])
-def test_options_of_all_commands_may_follow_the_command(arguments: tuple[str, ...]) -> None:
-    done = run_command(KVPOOL, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvpool: --tls /no has no ca.crt; give a directory that `kvpool certs` has made\n"
+NO_SERVER = "cannot reach kvpool-server at 127.0.0.1:1.*check that the server runs, and that the endpoint is right"
+NO_ENDPOINT = "endpoint 'nowhere' is not HOST:PORT, for example '127.0.0.1:50051'"
+NO_AUTHORITY = "--tls /no has no ca.crt; give a directory that `kvpool certs` has made"
+NO_TRANSPORT = "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, network"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [(("ping", "--tls"), "Option '--tls' requires an argument"), (("--tls", "ping"), "Missing command")],
+    ("line", "endpoint", "says", "status"),
+    [
+        *((line, "127.0.0.1:1", NO_SERVER, 1) for line in ("ping", "stats", "namespaces", "clear --all", "top --once")),
+        *((line, "nowhere", NO_ENDPOINT, 2) for line in ("ping", "top", "top --once")),
+        *((line, "", NO_AUTHORITY, 2) for line in ("--tls /no ping", "ping --tls /no", "ping --tls=/no")),
+        ("ping --transport pigeon", "127.0.0.1:1", NO_TRANSPORT, 2),
+        ("top", "127.0.0.1:1", "kvpool top draws on a terminal; give --once to print one frame", 2),
+        ("ping --tls", "", "Option '--tls' requires an argument", 2),
+        ("--tls ping", "", "Missing command", 2),
+        ("ping --mib 0", "127.0.0.1:1", "'--mib': 0 is out of bounds; give 1 to 65,536", 2),
+        ("ping --prefill 0.5", "127.0.0.1:1", "'--prefill': 0.5 is out of bounds; give 1 or more", 2),
+        (
+            "pin --prompt - --namespace ab --seconds 0",
+            "127.0.0.1:1",
+            "'--seconds': 0 is out of bounds; give 1 to 86,400, or --end, which ends pins",
+            2,
+        ),
+    ],
 )
-def test_a_missing_value_or_command_is_said(arguments: tuple[str, ...], says: str) -> None:
-    done = run_command(KVPOOL, *arguments)
-    assert done.returncode == 2 and says in done.stderr
+def test_an_error_is_said_without_a_server(cli: Cli, line: str, endpoint: str, says: str, status: int) -> None:
+    out, err = cli.fails(*shlex.split(line), endpoint=endpoint, status=status)
+    assert out == "" and re.search(says, " ".join(err.replace("│", " ").split()))
+    if says in (NO_SERVER, NO_ENDPOINT, NO_AUTHORITY):
+        assert err.startswith("kvpool: ") and err.count("\n") == 1
 
 
 def test_a_shell_completes_commands_of_all_packages() -> None:

@@ -29,6 +29,13 @@ from tests.support.certificates import DAY, files_in, forge
 from tests.support.processes import ServerProcess, run_command
 from tests.support.secured_server import SecuredServer
 
+
+def refusal(done: Result) -> str:
+    """The sentence that the command ends with."""
+    assert isinstance(done.exception, KVPoolError), done.output
+    return str(done.exception)
+
+
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 ENGINE, OPERATOR = Principal("acme", Role.ENGINE_WRITE), Principal(ALL_TENANTS, Role.OPERATOR)
 
@@ -55,12 +62,6 @@ def run(arguments: list[object]) -> Result:
     return CliRunner().invoke(app, [str(each) for each in arguments])
 
 
-def refusal(done: Result) -> str:
-    """The sentence that the command ends with."""
-    assert isinstance(done.exception, KVPoolError), done.output
-    return str(done.exception)
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A server that asks for certificates."""
@@ -81,6 +82,8 @@ def test_a_token_and_the_authority_alone_are_enough(tokens: Pool) -> None:
     token = str(tokens.token_file(OPERATOR))
     done = tokens.run("--tls", tokens.trust, "--token-file", token, "whoami")
     assert done.exit_code == 0 and str(OPERATOR) in done.output, done.output
+    done = tokens.run("--tls", tokens.trust, "--token-file", token, "whoami", "--json")
+    assert str(OPERATOR) in json.loads(done.output).values()
     command = (KVPOOL, "stats", "--endpoint", tokens.server.endpoint)
     ran = run_command(*command, KVPOOL_TLS=str(tokens.trust), KVPOOL_TOKEN_FILE=token)
     assert ran.returncode == 0 and "arena_bytes" in ran.stdout, ran.stderr
@@ -95,47 +98,40 @@ def test_commands_tell_when_the_servers_certificates_end(certificates: Pool) -> 
         ends_at = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
         assert ends[name] == pytest.approx(ends_at.timestamp(), abs=600), name
     told = certificates.run("--tls", certificates.operator, "doctor", "--json")
-    checks = [each["check"] for each in json.loads(told.output)["findings"]]
+    findings = json.loads(told.output)["findings"]
+    checks = [each["check"] for each in findings]
+    assert [each["level"] for each in findings if each["check"] == "HTTP"] == ["ok"], "HTTP is checked over TLS"
     assert checks.count("certificate of the server") == checks.count("certificate of the clients' authority") == 1
 
 
-@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
-def test_a_directory_that_lacks_a_file_is_refused_by_its_name(certificates: Pool, tmp_path: Path, missing: str) -> None:
-    shutil.copytree(certificates.operator, tmp_path / "operator")
-    (tmp_path / "operator" / missing).unlink()
-    with pytest.raises(ConfigError, match=f"operator has .*no {missing}"):
-        TlsFiles.in_directory(tmp_path / "operator")
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+def test_a_file_that_is_missing_or_in_the_place_of_another_is_named(
+    certificates: Pool, tmp_path: Path, name: str
+) -> None:
+    files = tmp_path / "operator"
+    shutil.copytree(certificates.operator, files)
+    other = "tls.crt" if name == "tls.key" else "tls.key"
+    shutil.copyfile(files / other, files / name)
+    told = "certificates, not a private key" if name == "tls.key" else "a private key, not certificates"
+    assert refusal(certificates.run("--tls", files, "stats")).startswith(
+        f"{files / name} holds {told}; give a PEM file"
+    )
+    (files / name).unlink()
+    with pytest.raises(ConfigError, match=f"operator has .*no {name}"):
+        TlsFiles.in_directory(files)
 
 
-def test_the_authoritys_directory_is_no_clients(certificates: Pool) -> None:
+def test_a_wrong_directory_and_a_token_that_cannot_be_read_name_their_options(
+    certificates: Pool, tmp_path: Path
+) -> None:
     told = refusal(certificates.run("--tls", certificates.pki, "stats"))
     assert told == f"--tls {certificates.pki} has no ca.crt; give {certificates.operator}"
-
-
-def test_a_token_that_cannot_be_read_names_its_option(certificates: Pool, tmp_path: Path) -> None:
     token = tmp_path / "nothing"
     told = refusal(certificates.run("--tls", certificates.trust, "--token-file", token, "stats"))
     assert told == (
         f"cannot read {token}: No such file or directory; give a file as token_file (--token-file) that exists and "
         "that this process may read"
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "there", "told"),
-    [
-        ("ca.crt", "tls.key", "holds a private key, not certificates; give a PEM file with certificates as ca "),
-        ("tls.crt", "tls.key", "holds a private key, not certificates; give a PEM file with certificates as cert "),
-        ("tls.key", "tls.crt", "holds certificates, not a private key; give a PEM file with an unencrypted key as "),
-    ],
-)
-def test_a_file_in_the_place_of_another_is_named(
-    certificates: Pool, tmp_path: Path, name: str, there: str, told: str
-) -> None:
-    shutil.copytree(certificates.operator, tmp_path / "operator")
-    shutil.copyfile(certificates.operator / there, tmp_path / "operator" / name)
-    found = refusal(certificates.run("--tls", tmp_path / "operator", "stats"))
-    assert found.startswith(f"{tmp_path / 'operator' / name} {told}")
 
 
 def test_commands_that_call_no_server_need_no_certificate(certificates: Pool, tmp_path: Path) -> None:
@@ -195,28 +191,22 @@ def test_a_server_with_a_certificate_for_another_host_says_so(certificates: Pool
         server.stop(None)
 
 
-def test_a_server_without_tls_says_that_it_speaks_none(shared_server: ServerProcess, certificates: Pool) -> None:
-    config = ClientConfig(shared_server.endpoint, tls=files_in(certificates.operator), timeout_ms=10_000)
-    with Client(config) as client, pytest.raises(UnavailableError, match="does not speak TLS: leave out tls"):
-        client.admin.ping()
-
-
-def test_grpcs_own_lines_do_not_reach_the_terminal(shared_server: ServerProcess, certificates: Pool) -> None:
+def test_a_server_without_tls_says_that_it_speaks_none_in_one_line(
+    shared_server: ServerProcess, certificates: Pool
+) -> None:
     command = (KVPOOL, "--tls", str(certificates.operator), "ping", "--endpoint", shared_server.endpoint)
-    (told,) = run_command(*command).stderr.splitlines()
-    assert "does not speak TLS" in told
+    (told,) = run_command(*command).stderr.splitlines()  # gRPC's own lines do not reach the terminal.
+    assert "does not speak TLS: leave out tls" in told
 
 
-@pytest.mark.parametrize("fault", ["ended", "not there", "not the server's authority"])
+@pytest.mark.parametrize("fault", ["ended", "not there"])
 def test_doctor_tells_why_a_server_cannot_be_reached(certificates: Pool, tmp_path: Path, fault: str) -> None:
     endpoint, directory = certificates.server.endpoint, certificates.operator
     if fault == "ended":
         directory = tmp_path / "forged"
         forge(certificates.pki, directory, [str(OPERATOR)], starts_in=-2 * DAY, ends_in=-DAY)
-    elif fault == "not there":
-        endpoint = free_endpoint()
     else:
-        directory = Authority.create(tmp_path / "foreign").issue_principal(OPERATOR)
+        endpoint = free_endpoint()
     done = run(["--tls", directory, "doctor", "--endpoint", endpoint, "--json"])
     findings = {each["check"]: each for each in json.loads(done.output)["findings"]}
     errors = [name for name, each in findings.items() if each["level"] == "error"]
@@ -225,15 +215,12 @@ def test_doctor_tells_why_a_server_cannot_be_reached(certificates: Pool, tmp_pat
     assert f"certificate {directory / 'ca.crt'}" in findings and "memlock" in findings
 
 
-def test_a_measurement_names_the_role_that_it_needs_before_it_begins(certificates: Pool) -> None:
+def test_ping_names_the_role_that_a_measurement_needs_and_why_no_memory_is_shared(certificates: Pool) -> None:
     engine = certificates.authority.issue_principal(ENGINE)
     told = refusal(certificates.run("--tls", engine, "ping", "--bandwidth"))
     assert told.startswith(f"{ENGINE} may not call Stats: its role is") and "the call needs operator" in told
     done = certificates.run("--tls", certificates.operator, "ping", "--bandwidth", "--mib", "1")
     assert done.exit_code == 0 and "GB/s" in done.output, done.output
-
-
-def test_ping_says_why_a_server_with_tls_shares_no_memory(certificates: Pool) -> None:
     told = certificates.run("--tls", certificates.operator, "ping").output
     assert "by tcp over the data port" in told and ": no shm: kvpool-server at" in told
     assert "use transport=tcp" not in told

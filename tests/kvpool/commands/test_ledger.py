@@ -56,15 +56,12 @@ def server(pool_server: StartServer, tmp_path: Path) -> ServerProcess:
     return server
 
 
-def test_a_table_that_reads_at_80_columns(cli: Cli) -> None:
+def test_a_table_csv_and_json(cli: Cli) -> None:
     printed = cli("ledger")
     assert all(len(line) <= 80 for line in printed.partition("saved: ")[0].splitlines())
     assert "No engine reports" not in printed and "by others" not in printed, "columns without a number are left out"
     assert "acme" in printed and "180 s" in printed and "75.0%" in printed and "umbra" in printed and "7 s" in printed
     assert "The ledger is kept since " in printed
-
-
-def test_csv_and_json_have_all_columns(cli: Cli) -> None:
     first, second = csv.DictReader(io.StringIO(cli("ledger", "--csv")))
     assert (first["tenant"], first["saved_gpu_seconds"], first["loaded_tokens"]) == ("acme", "180.0", "3000")
     assert (first["computed_evicted_tokens"], second["computed_never_stored_tokens"]) == ("1000", "10")
@@ -73,13 +70,9 @@ def test_csv_and_json_have_all_columns(cli: Cli) -> None:
     assert told["is_persistent"] and abs(told["begins"] - time.time()) < 600
     assert [(row["tenant"], row["model"]) for row in told["rows"]] == [("acme", "llama"), ("umbra", "=cmd()")]
     assert told["rows"][0]["computed_tokens"] == {EVICTED: 1_000} and told["rows"][0]["hour"].endswith(":00Z")
-    by_model = cli("ledger", "--csv", "--by", "model")
-    assert "\n'=cmd()," in by_model, "no spreadsheet takes the name for a formula"
+    assert "\n'=cmd()," in cli("ledger", "--csv", "--by", "model"), "no spreadsheet takes the name for a formula"
     assert "no rows of that time" in cli("ledger", "--until", "2020-01-01")
     assert cli("ledger", "--csv", "--until", "2020-01-01").count("\n") == 1
-
-
-def test_a_wrong_time_is_refused_by_its_text(cli: Cli) -> None:
     assert "'soon' is no time; give one such as 90m" in cli.fails("ledger", "--since", "soon", status=2)[1]
     assert "exclude each other" in cli.fails("ledger", "--csv", "--json", status=2)[1]
 
@@ -105,31 +98,6 @@ def test_without_engines_reports_the_server_tells_what_it_counts() -> None:
     acme, umbra = (line.split() for line in table.splitlines() if "acme" in line or "umbra" in line)
     assert acme[-2:] == ["-", "-"] and umbra[-2:] == ["75.0%", "1"]
     assert "-: no engine has reported." in said
-
-
-def test_rows_of_all_are_read_at_80_columns_and_wider_ones_have_more() -> None:
-    full = pb.LedgerRow(
-        hour=1_800_000_000,
-        tenant="a-tenant-with-a-name",
-        model="meta-llama/Llama-3.1-70B-Instruct",
-        saved_gpu_seconds=7_200_000.0,
-        lost_gpu_seconds=40.0,
-        gib_hours=1_234.5,
-        stored_bytes=1 << 43,
-        loaded_bytes=1 << 44,
-        loaded_tokens=3_000_000,
-        hit_tokens=4_000_000,
-        num_requests=50,
-        evicted_by_others_tokens=1_000_000,
-        evicted_of_others_tokens=5,
-        computed_tokens={EVICTED: 1_000_000},
-    )
-    table, said = drawn([full], "hour tenant model")
-    assert all(len(line) <= 80 for line in table.splitlines()) and "…" not in table
-    assert "01-15 08:00" in table and "a-tenant-with-a-" in table and "2,000.0 h" in table and "75.0%" in table
-    assert "Too wide for the terminal: lost" in said and "--csv has all columns" in said
-    table, said = drawn([full], "hour tenant model", 200)
-    assert "Too wide" not in said and "meta-llama/Llama-3.1-70B-Instruct" in table and "1.21 TiB-h" in table
 
 
 def test_moments() -> None:
@@ -159,3 +127,24 @@ def test_what_one_tenants_blocks_cost_another(pool_server: StartServer) -> None:
         rows = {row.tenant: row for row in client.admin.ledger(0).rows}
     assert rows["acme"].evicted_by_others_tokens == rows["umbra"].evicted_of_others_tokens == tokens
     assert rows["umbra"].evicted_by_others_tokens == rows["acme"].evicted_of_others_tokens == 0
+
+
+def test_rows_of_all_are_read_at_80_columns_and_wider_ones_have_more() -> None:
+    tokens = {"loaded_tokens": 3_000_000, "hit_tokens": 4_000_000, "evicted_by_others_tokens": 1_000_000}
+    amounts = {"saved_gpu_seconds": 7_200_000.0, "lost_gpu_seconds": 40.0, "gib_hours": 1_234.5, "num_requests": 50}
+    full = pb.LedgerRow(
+        hour=1_800_000_000,
+        tenant="a-tenant-with-a-name",
+        model="meta-llama/Llama-3.1-70B-Instruct",
+        stored_bytes=1 << 43,
+        evicted_of_others_tokens=5,
+        computed_tokens={EVICTED: 1_000_000},
+        **tokens,
+        **amounts,
+    )
+    table, said = drawn([full], "hour tenant model")
+    assert all(len(line) <= 80 for line in table.splitlines()) and "…" not in table
+    assert "01-15 08:00" in table and "a-tenant-with-a-" in table and "2,000.0 h" in table and "75.0%" in table
+    assert "Too wide for the terminal: lost" in said and "--csv has all columns" in said
+    table, said = drawn([full], "hour tenant model", 200)
+    assert "Too wide" not in said and "meta-llama/Llama-3.1-70B-Instruct" in table and "1.21 TiB-h" in table

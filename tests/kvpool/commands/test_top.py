@@ -17,7 +17,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.commands.top import Watch
 from kvpool.commands.top_frame import Interval
 from tests.conftest import StartServer
-from tests.support.processes import ServerProcess, clean_environment, run_command, wait_for
+from tests.support.processes import ServerProcess, clean_environment, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 COMMAND = (sys.executable, "-m", "kvpool.cli", "top")
@@ -27,20 +27,6 @@ def _interval(watch: Watch) -> Interval:
     view = watch.look()
     assert not view.trouble and view.interval is not None
     return view.interval
-
-
-def test_one_frame_has_the_rates_of_one_interval(pool_server: StartServer) -> None:
-    done = run_command(*COMMAND, "--once", "--interval", "0.2", "--endpoint", pool_server().endpoint, COLUMNS="30")
-    assert done.returncode == 0 and done.stderr == ""
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("kvpool-server ") and any(line.startswith("memory  ") for line in lines)
-    assert max(map(len, lines)) <= 80 and "\x1b" not in done.stdout
-
-
-def test_without_a_terminal_it_says_what_to_give(pool_server: StartServer) -> None:
-    done = run_command(*COMMAND, "--endpoint", pool_server().endpoint)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvpool: kvpool top draws on a terminal; give --once to print one frame\n"
 
 
 def test_a_server_that_restarts_is_watched_on(tmp_path: Path, connect: Callable[..., Client]) -> None:

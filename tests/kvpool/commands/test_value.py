@@ -42,26 +42,19 @@ def server(pool_server: StartServer) -> ServerProcess:
     return server
 
 
-def test_tables_of_all_tenants_and_of_each(cli_at: CliAt, server: ServerProcess) -> None:
-    printed = cli_at(server)("value", "--prefill", "1000")
+def test_curves_of_all_tenants_and_of_each(cli_at: CliAt, server: ServerProcess) -> None:
+    cli = cli_at(server)
+    printed = cli("value", "--prefill", "1000")
     assert max(map(len, printed.splitlines())) <= 80
     for title in ("all tenants", "tenant acme", "tenant umbra"):
         assert title in printed
     assert "GPU-s a day" in printed and "with tiers" not in printed
-    for size in ("0.25x", "8x"):
-        assert printed.count(size) == 3
+    assert printed.count("0.25x") == printed.count("8x") == 3
     assert "policy density, hit 66.7% of them" in printed and "policy density, hit 75.0% of them" in printed
-
-
-def test_one_tenant_and_no_other(cli_at: CliAt, server: ServerProcess) -> None:
-    cli = cli_at(server)
     printed = cli("value", "--tenant", "umbra")
     assert "tenant umbra" in printed and "acme" not in printed and "100.0%" in printed
     assert "no curve of tenant 'nobody'" in cli.fails("value", "--tenant", "nobody", status=2)[1]
-
-
-def test_the_json_of_a_curve(cli_at: CliAt, server: ServerProcess) -> None:
-    report = json.loads(cli_at(server)("value", "--json", "--prefill", "10"))
+    report = json.loads(cli("value", "--json", "--prefill", "10"))
     assert report["enabled"] and [curve["tenant"] for curve in report["curves"]] == ["", "acme", "umbra"]
     total = report["curves"][0]
     assert total["is_total"] and total["hit_ratio"] == pytest.approx(0.75)
@@ -71,20 +64,15 @@ def test_the_json_of_a_curve(cli_at: CliAt, server: ServerProcess) -> None:
         assert each["saved_gpu_seconds_per_day"] == pytest.approx(each["saved_tokens_per_day"] / 10)
 
 
-def test_a_server_without_lookups_says_so(cli_at: CliAt, pool_server: StartServer) -> None:
+def test_a_server_without_lookups_or_estimates_says_so(cli_at: CliAt, pool_server: StartServer) -> None:
     cli = cli_at(pool_server())
     assert "no lookups yet" in cli("value")
     cli.fails("value", "--prefill", "0", status=2)
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_server_that_estimates_nothing_is_an_error_that_says_how_it_would(
-    cli_at: CliAt, pool_server: StartServer, options: list[str]
-) -> None:
     cli = cli_at(pool_server("--value-sample", "0"))
-    assert cli.fails("value", *options)[1] == (
-        f"kvpool: the server at {cli.server.endpoint} estimates no hit ratios; start it with --value-sample 8192\n"
-    )
+    for options in ([], ["--json"]):
+        assert cli.fails("value", *options)[1] == (
+            f"kvpool: the server at {cli.server.endpoint} estimates no hit ratios; start it with --value-sample 8192\n"
+        )
 
 
 @pytest.mark.parametrize(

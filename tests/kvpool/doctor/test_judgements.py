@@ -149,7 +149,10 @@ def test_engines_with_a_problem_are_named(engine: pb.EngineState, says: str) -> 
     assert found.text.endswith(f"{says} and 2 more")
 
 
-def test_engines_without_a_problem_are_counted() -> None:
+def test_engines_without_a_problem_are_counted_and_a_directorys_key_is_shown() -> None:
+    for is_up in (True, False):
+        _, found = of("tier file:/x", _tier(servers=[pb.TierServer(name="directory h:1", up=is_up, key="1a2b3c4d")]))
+        assert found.level is Level.OK and found.text == "the fingerprint of its key is 1a2b3c4d"
     (found,) = of("engines", replaced(WELL, engines=(ENGINE, ENGINE)))
     assert found.level is Level.OK and found.text.startswith("2 engines report")
     assert of("engines", WELL) == []
@@ -181,9 +184,3 @@ def test_the_end_of_a_certificate(days: float, level: Level) -> None:
     server = pb.ServerStats(version="1", unix_seconds=1e9, certificate_ends={"client_ca": 1e9 + days * 86_400})
     (found,) = of("certificate of the clients' authority", replaced(WELL, server=server))
     assert found.level is level
-
-
-def test_the_fingerprint_of_a_directorys_key_is_shown() -> None:
-    for is_up in (True, False):
-        _, found = of("tier file:/x", _tier(servers=[pb.TierServer(name="directory h:1", up=is_up, key="1a2b3c4d")]))
-        assert found.level is Level.OK and found.text == "the fingerprint of its key is 1a2b3c4d"

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import http.server
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,8 @@ from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.version import PROTOCOL, __version__
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.support.certificates import DAY, files_in, forge, server_flags
+from tests.support.certificates import DAY, files_in, forge
 from tests.support.lying_pool import LyingPool
-from tests.support.processes import ServerProcess
 
 OPERATOR = Principal(ALL_TENANTS, Role.OPERATOR)
 
@@ -65,6 +63,18 @@ def test_a_server_in_order_has_no_problem(pool_server: StartServer, connect: Cal
     assert "by shm" in found[2].text and "by tcp" in found[3].text
 
 
+def test_a_server_without_a_data_port_or_over_a_unix_socket(
+    pool_server: StartServer, connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    server = pool_server("--data-listen", "", "--unix-listen", str(tmp_path / "s"))
+    here, network = reachability.transports(connect(server))
+    assert (here.level, network.level) == (Level.OK, Level.WARNING)
+    assert "no tcp: the server has no data port" in network.text and "see --data-listen" in network.fix
+    with Client(ClientConfig(f"unix:{tmp_path / 's'}", timeout_ms=10_000)) as client:
+        found = only(reachability.transports(client))
+    assert (found.check, found.level) == ("transport", Level.OK), "a Unix socket has no network"
+
+
 def test_other_releases_on_both_sides_are_named() -> None:
     _, versions = reachability.grpc_port(liar(version="9.9", protocol=PROTOCOL + 1))
     assert versions.level is Level.OK and versions.text.endswith("they work together")
@@ -72,19 +82,6 @@ def test_other_releases_on_both_sides_are_named() -> None:
     assert versions.level is Level.ERROR and versions.fix.startswith("upgrade the older one")
     theirs, ours = f"9.9 (protocol {PROTOCOL + 2})", f"{__version__} (protocol {PROTOCOL})"
     assert versions.text == f"the server is kvpool {theirs}, and this is kvpool {ours}, which do not work together"
-
-
-def test_a_server_without_a_data_port_is_named(pool_server: StartServer, connect: Callable[..., Client]) -> None:
-    here, network = reachability.transports(connect(pool_server("--data-listen", "")))
-    assert (here.level, network.level) == (Level.OK, Level.WARNING)
-    assert "no tcp: the server has no data port" in network.text and "see --data-listen" in network.fix
-
-
-def test_a_server_over_a_unix_socket_has_no_network(pool_server: StartServer, tmp_path: Path) -> None:
-    pool_server("--unix-listen", str(tmp_path / "s"))
-    with Client(ClientConfig(f"unix:{tmp_path / 's'}", timeout_ms=10_000)) as client:
-        found = only(reachability.transports(client))
-    assert (found.check, found.level) == ("transport", Level.OK)
 
 
 def test_memory_that_this_process_does_not_get_is_named(
@@ -99,49 +96,32 @@ def test_memory_that_this_process_does_not_get_is_named(
     assert "--unix-listen" in found.fix
 
 
-@contextlib.contextmanager
-def _draining() -> Iterator[str]:
-    """The HTTP port of a server whose answer is endless, and not all printable."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(503)
-            self.end_headers()
-            self.wfile.write(b"drain\x1b[2Jing" + b"x" * 100_000)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing is logged."""
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_a_server_that_drains_is_an_error() -> None:
-    with _draining() as address:
+    """Its answer is endless, and not all printable."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.recv(4_096)
+                connection.sendall(b"HTTP/1.0 503 No\r\n\r\ndrain\x1b[2Jing" + b"x" * 100_000)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
         found = only(reachability.http_port(address, ClientConfig(), was_given=True))
+        answering.join(10)
     assert found.level is Level.ERROR and "says 503: 'drain[2Jing" in found.text and len(found.text) < 2_000
 
 
-def test_an_http_port_that_cannot_be_reached_is_an_error_only_if_it_was_given() -> None:
+def test_an_http_port_that_cannot_be_reached_is_an_error_only_if_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     address = free_endpoint()
     assert only(reachability.http_port(address, ClientConfig(), was_given=True)).level is Level.ERROR
     assert only(reachability.http_port(address, ClientConfig(), was_given=False)).level is Level.WARNING
-
-
-def test_a_port_that_says_nothing_does_not_hang_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        began = time.monotonic()
-        assert only(reachability.http_port(f"127.0.0.1:{port}", ClientConfig(), was_given=True)).level is Level.ERROR
-        assert time.monotonic() - began < 20
+        address, began = f"127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
+        assert only(reachability.http_port(address, ClientConfig(), was_given=True)).level is Level.ERROR
+        assert time.monotonic() - began < 20, "a port that says nothing does not hang a check"
 
 
 def test_clocks_that_differ_are_named() -> None:
@@ -163,19 +143,6 @@ def test_the_end_of_the_clients_certificate_is_told(
     config = ClientConfig(free_endpoint(), tls=tls)
     authority, own = reachability.own_certificates(config)
     assert (authority.level, own.level) == (Level.OK, level) and says in own.text
-
-
-def test_http_is_checked_over_tls(tmp_path: Path) -> None:
-    authority = Authority.create(tmp_path / "pki")
-    tls = files_in(authority.issue_principal(OPERATOR))
-    flags = server_flags(authority.issue_server([], days=10))
-    server = ServerProcess(tmp_path, *flags, tls=tls)
-    try:
-        config = ClientConfig(server.endpoint, tls=tls)
-        url = server.http_url.removeprefix("https://")
-        assert only(reachability.http_port(url, config, was_given=True)).level is Level.OK
-    finally:
-        server.stop()
 
 
 def test_old_tls_is_not_spoken(tmp_path: Path) -> None:
