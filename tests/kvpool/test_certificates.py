@@ -103,9 +103,11 @@ def test_new_certificates_replace_the_old_ones(authority: Authority) -> None:
     client = authority.issue_principal(ENGINE)
     assert _handshake(_context(files, is_server=True), _context(client, is_server=False), "new.example")
     assert sorted(each.name for each in files.iterdir()) == ["ca.crt", "tls.crt", "tls.key"]
+    keys = list(authority.directory.rglob("*.key"))
+    assert len(keys) == 3 and {stat.S_IMODE(key.stat().st_mode) for key in keys} == {0o600}
 
 
-@pytest.mark.parametrize("host", ["b.example", "10.1.2.3", "[fd00::1]", "localhost"])
+@pytest.mark.parametrize("host", ["b.example", "[fd00::1]", "localhost"])
 def test_another_server_gets_a_directory_of_its_own(authority: Authority, host: str) -> None:
     first = authority.issue_server_of(["a.example"])
     assert first == authority.directory / "server" == authority.issue_server_of(["a.example", "more.example"])
@@ -118,7 +120,7 @@ def test_another_server_gets_a_directory_of_its_own(authority: Authority, host: 
     assert sorted(names) == sorted({host.strip("[]"), "more.example", *LOCAL_HOSTS})
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_first_server_of_local_names_is_renewed(authority: Authority, host: str) -> None:
     first = authority.issue_server_of([host])
     assert authority.issue_server_of([host]) == first == authority.issue_server_of(["127.0.0.1", "a.example"])
@@ -126,43 +128,23 @@ def test_a_first_server_of_local_names_is_renewed(authority: Authority, host: st
     assert not (authority.directory / "servers").exists()
 
 
-def test_only_the_owner_reads_keys(authority: Authority) -> None:
-    authority.issue_server(["pool.example"])
-    authority.issue_principal(ENGINE)
-    keys = list(authority.directory.rglob("*.key"))
-    assert len(keys) == 3
-    assert {stat.S_IMODE(key.stat().st_mode) for key in keys} == {0o600}
-
-
-def test_an_authority_is_never_overwritten(authority: Authority) -> None:
+def test_what_an_authority_does_not_make_and_files_that_are_none(authority: Authority, tmp_path: Path) -> None:
+    for host in ("", "..", "http://pool", "pool:50051", "two hosts", "naïve.example"):
+        with pytest.raises(InvalidRequestError, match="neither a DNS name nor an address"):
+            authority.issue_server([host])
+    with pytest.raises(InvalidRequestError, match="give fewer"):
+        authority.issue_server(["pool.example"], days=4_000)  # It would outlive the authority's own.
     with pytest.raises(ConfigError, match="kvpool certs issue"):
         Authority.create(authority.directory)
-
-
-@pytest.mark.parametrize("fault", ["missing", "not PEM", "of another", "huge"])
-def test_an_authority_that_cannot_be_used(authority: Authority, tmp_path: Path, fault: str) -> None:
+    foreign = Authority.create(tmp_path / "foreign").directory / "ca" / "ca.key"
     key = authority.directory / "ca" / "ca.key"
-    if fault == "missing":
-        key.unlink()
-    elif fault == "not PEM":
-        key.write_text("nonsense")
-    elif fault == "of another":
-        key.write_bytes((Authority.create(tmp_path / "foreign").directory / "ca" / "ca.key").read_bytes())
-    else:
-        key.write_bytes(bytes(2 << 20))
+    for wrong in (b"nonsense", foreign.read_bytes(), bytes(2 << 20)):
+        key.write_bytes(wrong)
+        with pytest.raises(ConfigError, match=r"ca\b"):
+            Authority.load(authority.directory)
+    key.unlink()
     with pytest.raises(ConfigError, match=r"ca\b"):
         Authority.load(authority.directory)
-
-
-def test_a_certificate_does_not_outlive_its_authority(authority: Authority) -> None:
-    with pytest.raises(InvalidRequestError, match="give fewer"):
-        authority.issue_server(["pool.example"], days=4_000)
-
-
-@pytest.mark.parametrize("host", ["", "..", "http://pool", "pool:50051", "two hosts", "naïve.example"])
-def test_a_host_that_is_none(authority: Authority, host: str) -> None:
-    with pytest.raises(InvalidRequestError, match="neither a DNS name nor an address"):
-        authority.issue_server([host])
 
 
 @given(st.text(max_size=80))

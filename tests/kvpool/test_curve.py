@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import stat
-import sys
 from pathlib import Path
 
 import pytest
 import zmq.auth
+from typer.testing import CliRunner, Result
 
+from kvpool.commands.credentials import certs as app
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.security.curve import append_subscriber, create_pair, read_pair, read_public, read_subscribers
-from tests.support.processes import run_command
-
-KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 
 
 def test_a_pair_is_what_pyzmq_reads(tmp_path: Path) -> None:
@@ -27,26 +25,19 @@ def test_a_pair_is_what_pyzmq_reads(tmp_path: Path) -> None:
     assert pair.secret.decode() not in repr(pair) + public_file.read_text()
 
 
-def test_a_pair_is_not_overwritten(tmp_path: Path) -> None:
-    pair = create_pair(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"a\.key_secret: File exists"):
-        create_pair(tmp_path / "a")
-    assert read_pair(tmp_path / "a.key_secret") == pair
-
-
-def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    create_pair(tmp_path / "a")
-    (tmp_path / "a.key_secret").chmod(0o644)
-    with pytest.raises(ConfigError, match="others can read the private key"):
-        read_pair(tmp_path / "a.key_secret")
-
-
-def test_what_is_no_pair_is_refused(tmp_path: Path) -> None:
+def test_a_pair_is_neither_overwritten_nor_read_where_others_can_or_where_it_is_none(tmp_path: Path) -> None:
     create_pair(tmp_path / "a")
     create_pair(tmp_path / "b")
     path = tmp_path / "a.key_secret"
     good, other = path.read_text(), (tmp_path / "b.key_secret").read_text()
     mixed = good.splitlines()[:3] + other.splitlines()[3:]
+    with pytest.raises(ConfigError, match=r"a\.key_secret: File exists"):
+        create_pair(tmp_path / "a")
+    assert path.read_text() == good
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read the private key"):
+        read_pair(path)
+    path.chmod(0o600)
     for text, told in (
         ("", "holds no CURVE key"),
         ((tmp_path / "a.key").read_text(), "holds no secret key"),
@@ -89,30 +80,28 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
             read_subscribers(path)
 
 
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["events-key", *map(str, arguments)])
+
+
 def test_the_command_makes_keys_and_lists_them(tmp_path: Path) -> None:
     listed = tmp_path / "subscribers"
     server, acme, operator = (tmp_path / name for name in ("server", "acme", "operator"))
-    for name, *flags in (
-        (server,),
-        (acme, "--list", str(listed), "--tenant", "acme"),
-        (operator, "--list", str(listed), "--operator"),
-    ):
-        done = run_command(KVPOOL, "certs", "events-key", str(name), *flags)
-        assert done.returncode == 0, done.stderr
-        assert read_pair(Path(f"{name}.key_secret")).public.decode() in done.stdout
+    listing = ("--list", listed)
+    for name, *flags in ((server,), (acme, *listing, "--tenant", "acme"), (operator, *listing, "--operator")):
+        done = run(name, *flags)
+        assert done.exit_code == 0, done.output
+        assert read_pair(Path(f"{name}.key_secret")).public.decode() in done.output
     assert sorted(read_subscribers(listed).values()) == ["_", "acme"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
+def test_the_command_makes_nothing_where_it_cannot_tell_whose(tmp_path: Path) -> None:
+    for flags, told in (
         (["--tenant", "acme"], "give --list"),
         (["--list", "l"], "give either --tenant or --operator"),
         (["--list", "l", "--tenant", "a", "--operator"], "give either --tenant or --operator"),
         (["--list", "l", "--tenant", "a/b"], "cannot be in a SPIFFE ID"),
-    ],
-)
-def test_the_command_makes_nothing_where_it_cannot_tell_whose(tmp_path: Path, flags: list[str], told: str) -> None:
-    done = run_command(KVPOOL, "certs", "events-key", str(tmp_path / "key"), *flags)
-    assert done.returncode == 2 and told in done.stderr
-    assert not list(tmp_path.iterdir())
+    ):
+        done = run(tmp_path / "key", *flags)
+        assert isinstance(done.exception, ConfigError | InvalidRequestError) and told in str(done.exception)
+        assert not list(tmp_path.iterdir())

@@ -49,36 +49,22 @@ def test_a_permit_is_good_for_what_it_was_made_for(kind: Kind, id: int, terms: T
     assert SIGNER.terms(Header.decode(header.encode()), pack_offsets(at)) == terms
 
 
-@pytest.mark.parametrize(
-    ("change", "offsets"),
-    [
-        ({"kind": Kind.READ}, [0, 64]),
-        ({"holding_id": 8}, [0, 64]),
-        ({"region_bytes": 65}, [0, 64]),
-        ({}, [64, 0]),
-        ({}, [0]),
-        ({}, [0, 64, 128]),
-        ({}, [0, 128]),
-    ],
-)
-def test_a_permit_is_good_for_nothing_else(change: dict[str, object], offsets: list[int]) -> None:
-    header = _granted(Kind.WRITE, 7, Terms(1_000, 3), 64, [0, 64])
-    fields = {name: getattr(header, name) for name in ("kind", "first", "holding_id", "region_bytes", "permit")}
-    changed = Header(stop=len(offsets), **{**fields, **change})
-    assert SIGNER.terms(changed, pack_offsets(offsets)) is None
+def test_a_permit_is_good_for_nothing_else() -> None:
+    granted = _granted(Kind.WRITE, 7, Terms(1_000, 3), 64, [0, 64])
+    fields = {name: getattr(granted, name) for name in ("kind", "first", "holding_id", "region_bytes", "permit")}
+    for change in ({"kind": Kind.READ}, {"holding_id": 8}, {"region_bytes": 65}):
+        assert SIGNER.terms(Header(stop=2, **{**fields, **change}), pack_offsets([0, 64])) is None
+    for offsets in ([64, 0], [0], [0, 64, 128], [0, 128]):
+        assert SIGNER.terms(Header(stop=len(offsets), **fields), pack_offsets(offsets)) is None
 
 
 @given(nth=st.integers(0, PERMIT_BYTES - 1), bit=st.integers(0, 7))
 def test_no_bit_of_a_permit_can_be_changed(nth: int, bit: int) -> None:
-    """Its deadline and its entry are among them."""
+    """Its deadline and its entry are among them. Another boot's key makes other permits."""
     header = _granted(Kind.WRITE, 7, Terms(1_000, 3), 64, [0])
     forged = bytearray(header.permit)
     forged[nth] ^= 1 << bit
     assert SIGNER.terms(Header(Kind.WRITE, 0, 1, 64, holding_id=7, permit=bytes(forged)), pack_offsets([0])) is None
-
-
-def test_another_boots_key_makes_other_permits() -> None:
-    header = _granted(Kind.WRITE, 7, Terms(1_000, 3), 64, [0])
     assert Signer(b"l" * 32).terms(header, pack_offsets([0])) is None
 
 
@@ -102,14 +88,11 @@ def test_any_bytes_are_a_sound_reply_or_refused(packed: bytes) -> None:
     assert status in Status and message_bytes <= 1_024 and nbytes >= 0
 
 
-@pytest.mark.parametrize(("first", "stop"), [(0, 0), (3, 3), (4, 3), (0, MAX_REGIONS + 1)])
-@pytest.mark.parametrize("kind", list(Kind))
-def test_no_regions_and_too_many_are_refused(kind: Kind, first: int, stop: int) -> None:
-    with pytest.raises(InvalidRequestError, match=r"give 1 to 65536"):
-        Header.decode(Header(kind, first, stop, 64).encode())
-
-
-def test_a_long_message_is_cut() -> None:
+def test_too_many_regions_are_refused_and_a_long_message_is_cut() -> None:
+    for kind in Kind:
+        for first, stop in ((0, 0), (3, 3), (4, 3), (0, MAX_REGIONS + 1)):
+            with pytest.raises(InvalidRequestError, match=r"give 1 to 65536"):
+                Header.decode(Header(kind, first, stop, 64).encode())
     assert Reply.decode(Reply(Status.INVALID, 0, "x" * 5_000).encode()[:REPLY_BYTES]) == (Status.INVALID, 1_024, 0)
 
 

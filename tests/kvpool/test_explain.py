@@ -126,29 +126,18 @@ def test_servers_that_hold_blocks_or_give_no_answer_are_named() -> None:
     assert [part["server"] for part in row["groups"][0]["ranges"]] == ["h:1", None]
 
 
-def test_the_field_is_named_by_which_another_namespace_differs(cli: Cli, client: Client, tmp_path: Path) -> None:
+def test_blocks_in_another_namespace_and_under_other_names_are_told(cli: Cli, client: Client, tmp_path: Path) -> None:
     old, new = client.open_namespace(spec(weights_epoch="1")), client.open_namespace(spec(weights_epoch="2"))
     store(client, old, TOKENS)
-    printed = cli(*question(new, tmp_path))
+    asked = question(new, tmp_path)
+    printed = cli(*asked)
     assert printed.startswith("0 of 203 tokens are stored (0%).")
-    assert (
-        f"Namespace {old.fingerprint.hex()[:12]} has 12 blocks of this prompt, from the first missing block on."
-        in printed
-    )
+    where = f"Namespace {old.fingerprint.hex()[:12]} has 12 blocks of this prompt, from the first missing block on."
+    assert where in printed
     assert "The namespace differs in: weights_epoch: '2' here, '1' there." in printed
-
-
-def test_a_namespace_of_another_model_is_no_hint(cli: Cli, client: Client, tmp_path: Path) -> None:
-    mine, other = client.open_namespace(spec()), client.open_namespace(spec(model="other"))
-    store(client, other, TOKENS)
-    printed = cli(*question(mine, tmp_path))
-    assert "differs in" not in printed
-
-
-def test_names_that_no_block_has_are_told(cli: Cli, client: Client, tmp_path: Path) -> None:
-    mine = client.open_namespace(spec())
-    store(client, mine, TOKENS)
-    asked = question(mine, tmp_path)
+    other = client.open_namespace(spec(model="other"))
+    assert "differs in" not in cli(*question(other, tmp_path)), "another model's namespace is no hint"
+    store(client, new, TOKENS)
     sentence = (
         "The server knows no block of this prompt. If an engine has stored it, its blocks have other names: check the "
         "tokenizer, hash seed, cache salt and LoRA adapter."
@@ -191,19 +180,20 @@ def test_text_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack
     assert read_tokens(str(tmp_path / "text"), str(tmp_path)) == [1, 2, 2]
 
 
-def test_without_a_package_of_tokenizers_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_an_error_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("once")
+    monkeypatch.setitem(sys.modules, "transformers", _Transformers(AttributeError("no vocab\x1b[2J")))
+    with pytest.raises(InvalidRequestError, match=r"cannot load the tokenizer org/name: .*no vocab\\x1b\[2J"):
+        read_tokens(str(tmp_path / "text"), "org/name")
+    for name in ("./tokenizer", "~/tokenizer", "/none/tokenizer", "a/b/c", "tokenizer/"):
+        with pytest.raises(ConfigError, match="is neither a directory nor a file"):
+            read_tokens(str(tmp_path / "text"), name)
     for package in ("transformers", "tokenizers"):
         monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / "text").write_text("once")
     with pytest.raises(Exception, match="install one"):
         read_tokens(str(tmp_path / "text"), "somewhere")
-
-
-@pytest.mark.parametrize("name", ["./tokenizer", "~/tokenizer", "/none/tokenizer", "a/b/c", "tokenizer/"])
-def test_a_path_that_is_no_directory_is_no_name_of_a_tokenizer(tmp_path: Path, name: str) -> None:
-    (tmp_path / "text").write_text("once")
-    with pytest.raises(ConfigError, match="is neither a directory nor a file"):
-        read_tokens(str(tmp_path / "text"), name)
 
 
 class _Transformers:
@@ -237,15 +227,6 @@ def test_no_code_of_a_tokenizer_is_run_and_nothing_is_fetched_for_a_directory(
     ]
 
 
-def test_whatever_a_tokenizer_raises_is_an_error_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "text").write_text("once")
-    monkeypatch.setitem(sys.modules, "transformers", _Transformers(AttributeError("no vocab\x1b[2J")))
-    with pytest.raises(InvalidRequestError, match=r"cannot load the tokenizer org/name: .*no vocab\\x1b\[2J"):
-        read_tokens(str(tmp_path / "text"), "org/name")
-
-
 def test_names_depend_on_salt_group_key_and_seed() -> None:
     groups = group_spec(block_tokens=16), group_spec(block_tokens=32, kind="sliding_window")
     two = namespace_spec(*groups, hash_seed=SEED, hash_block_tokens=16)
@@ -264,16 +245,12 @@ def test_names_depend_on_salt_group_key_and_seed() -> None:
         prompt_runs(namespace_spec(hash_algorithm="sha256"), TOKENS, seed="")
 
 
-def test_usual_seeds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_seeds_are_found_and_a_namespace_without_one_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hash_seed(namespace_spec(hash_seed="vllm-none-hash").listed()) == "vllm-none-hash"
     monkeypatch.setenv("PYTHONHASHSEED", "77")
     assert hash_seed(namespace_spec(hash_seed="77").listed()) == "77"
     with pytest.raises(InvalidRequestError, match="--hash-seed"):
         hash_seed(namespace_spec(hash_seed="77").listed(), "78")
-
-
-def test_a_namespace_without_a_seed_takes_any_and_begins_with_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "77")
     without = namespace_spec(hash_seed="").listed()
     assert hash_seed(without) == "vllm-none-hash"
     assert [hash_seed(without, seed) for seed in ("vllm-none-hash", "78", "")] == ["vllm-none-hash", "78", ""]

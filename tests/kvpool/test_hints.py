@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,21 +77,12 @@ def _prompt(namespace: Namespace, tmp_path: Path) -> tuple[str, ...]:
     return *named, "--hash-seed", SEED
 
 
-def test_hints_of_an_unknown_kind_are_refused(client: Client) -> None:
-    namespace = client.open_namespace(_spec())
-    for kind in (0, 9):
-        request = pb.HintRequest(
-            namespace=namespace.fingerprint,
-            runs=[pb.BlockRun(block_hashes=bytes(32))],
-            kind=kind,  # type: ignore[arg-type]
-        )
-        with pytest.raises(InvalidRequestError, match=rf"hint of kind {kind}; this server knows the kinds 1 \(pin\)"):
-            client.rpc.call(client.rpc.stub.Hint, request)
-
-
-def test_a_pin_is_at_most_a_day_long(client: Client) -> None:
+def test_a_pin_is_at_most_a_day_long_and_an_unknown_kind_is_refused(client: Client) -> None:
     namespace = client.open_namespace(_spec())
     run = _store(client, namespace, TOKENS)
+    unknown: Any = {"namespace": namespace.fingerprint, "runs": client.rpc.encode_runs([run]), "kind": 9}
+    with pytest.raises(InvalidRequestError, match=r"hint of kind 9; this server knows the kinds 1 \(pin\)"):
+        client.rpc.call(client.rpc.stub.Hint, pb.HintRequest(**unknown))
     request = pb.HintRequest(
         namespace=namespace.fingerprint, runs=client.rpc.encode_runs([run]), kind=pb.HINT_KIND_PIN, pin_seconds=1 << 31
     )
@@ -126,23 +118,23 @@ def test_kvpool_prefetch(cli: Cli, client: Client, tmp_path: Path) -> None:
     _demoted(client, 4)
     _others(client, namespace, 30, first=90_000)
     assert _present(client, namespace, run) == 0
+    do = "Send the prompt to an engine once and repeat the command, or ask `kvpool explain` what is missing.\n"
+    assert cli("pin", *prompt) == f"Nothing is pinned: none of the prompt's 4 blocks is in memory. {do}"
+    nothing = _prompt(client.open_namespace(_spec(salt="nothing stored")), tmp_path)
+    assert (
+        cli("prefetch", *nothing) == f"None of the prompt's 4 blocks is in memory, or on its way up from a tier. {do}"
+    )
     assert cli("prefetch", *prompt, "--wait", "30") == "4 of the prompt's 4 blocks are in memory.\n"
     assert _present(client, namespace, run) == 4
     assert json.loads(cli("prefetch", *prompt, "--json"))["num_blocks"] == 4
     assert client.hints.prefetch(namespace, [run]).num_blocks == 4
 
 
-def test_what_is_to_be_done_for_a_prompt_of_which_nothing_is_stored(cli: Cli, client: Client, tmp_path: Path) -> None:
-    prompt = _prompt(client.open_namespace(_spec(salt="nothing stored")), tmp_path)
-    do = "Send the prompt to an engine once and repeat the command, or ask `kvpool explain` what is missing.\n"
-    assert cli("pin", *prompt) == f"Nothing is pinned: none of the prompt's 4 blocks is in memory. {do}"
-    assert cli("prefetch", *prompt) == f"None of the prompt's 4 blocks is in memory, or on its way up from a tier. {do}"
-
-
 def test_kvpool_expire(cli: Cli, client: Client, tmp_path: Path) -> None:
     namespace = client.open_namespace(_spec())
     _store(client, namespace, TOKENS)
     assert cli("expire", *_prompt(namespace, tmp_path)) == "4 of the prompt's 4 blocks will be evicted before others.\n"
+    assert json.loads(cli("expire", *_prompt(namespace, tmp_path), "--json"))["num_blocks"] == 4
     _store(client, namespace, [*TOKENS[:32], *range(900, 932)])
     _store(client, namespace, TOKENS)
     assert cli("expire", *_prompt(namespace, tmp_path)) == (

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-import threading
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from kvpool.protocol.errors import TransferError
-from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine, address_towards
+from kvpool.transport.mooncake_engine import RDMA_DEVICES, address_towards
 from tests.support.processes import run_command, server_command
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -39,16 +36,6 @@ def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) 
     assert f"'{requirement.replace('engine', 'engine-non-cuda')}' where there is no CUDA" in said
 
 
-def test_nobody_is_told_to_install_kvpool_from_an_index() -> None:
-    told = [
-        *PYPROJECT.parent.glob("*.md"),
-        *PYPROJECT.parent.glob("docs/**/*.md"),
-        *PYPROJECT.parent.glob("k*/**/*.py"),
-    ]
-    assert len(told) > 100
-    assert [path for path in told if re.search(r"pip install ['\"]?kvpool", path.read_text())] == []
-
-
 def test_a_library_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
     said = _start_with(tmp_path, "raise ImportError('libibverbs.so.1: cannot open shared object file')")
     assert "ConfigError: mooncake-transfer-engine lacks a system library (libibverbs.so.1: cannot open" in said
@@ -71,40 +58,3 @@ def test_a_host_that_is_nowhere_is_an_error() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     with pytest.raises(TransferError, match=r"no route to 'nowhere\.invalid'"):
         address_towards("nowhere.invalid")
-
-
-def test_starting_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    monkeypatch.setenv("MC_LOG_LEVEL", "WARNING")
-    before = dict(os.environ)
-    engine = Engine("127.0.0.1", "tcp")
-    assert dict(os.environ) == before
-    assert engine.session.startswith("127.0.0.1:")
-
-
-def test_the_end_of_an_engine_does_not_hold_up_other_threads() -> None:
-    pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    # A busy machine may hold up a thread for that long, too, but not each time.
-    assert any(_longest_gap_s() < 0.7 for _ in range(3)), "a second is what the listener of an engine waits"
-
-
-def _longest_gap_s() -> float:
-    """The longest time that another thread was held up while an engine ended."""
-    engine = Engine("127.0.0.1", "tcp")
-    gaps: list[float] = []
-    done = threading.Event()
-
-    def tick() -> None:
-        last = time.monotonic()
-        while not done.wait(0.001):
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
-
-    ticking = threading.Thread(target=tick)
-    ticking.start()
-    time.sleep(0.1)
-    del engine
-    done.set()
-    ticking.join()
-    return max(gaps)

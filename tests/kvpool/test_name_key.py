@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,11 @@ from typer.testing import CliRunner
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import KeptRuns
 from kvpool.commands.credentials import name_key as app
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.namespace import differences
 from kvpool.protocol.types import HASH_BYTES, BlockRun, in_parts
 from kvpool.security.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
-from tests.conftest import Connect
-from tests.support.processes import ServerProcess
 from tests.support.values import namespace_spec, run_of
 
 KEY, OTHER = NameKey(bytes(range(32))), NameKey(bytes(32))
@@ -76,66 +72,34 @@ def test_a_namespace_says_which_key_differs() -> None:
     assert named_by(mine, None).fingerprint() == spec.fingerprint()
 
 
-def test_a_key_does_not_show_itself() -> None:
-    assert bytes(range(32)).hex()[:8] not in repr(KEY)
-
-
-@pytest.fixture
-def clients(shared_server: ServerProcess, connect: Connect, tmp_path: Path) -> tuple[Client, Client]:
-    """One with a key, one without."""
-    NameKey.create(tmp_path / "name.key")
-    return connect(shared_server, name_key_file=str(tmp_path / "name.key")), connect(shared_server)
-
-
-def test_runs_that_are_kept_are_named_once(clients: tuple[Client, Client]) -> None:
-    keyed, plain = (client.rpc for client in clients)
-    kept = KeptRuns([run_of("a", "b", parent="c"), run_of("d")])
-    assert keyed.encode_runs(kept) is keyed.encode_runs(kept)
-    assert keyed.encode_runs(kept) == keyed.encode_runs(list(kept))
-    assert plain.encode_runs(kept) == plain.encode_runs(list(kept)) != keyed.encode_runs(kept)
-
-
-@pytest.mark.parametrize(
-    "encode", [bytes.hex, lambda key: key.hex().upper(), lambda key: base64.b64encode(key).decode()]
-)
-@pytest.mark.parametrize("end", ["", "\n"])
-def test_a_file_has_the_key_in_hexadecimal_or_base64(encode: Callable[[bytes], str], end: str, tmp_path: Path) -> None:
+def test_a_file_has_the_key_in_hexadecimal_or_base64_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "name.key"
     file.touch(0o600)
-    file.write_text(encode(bytes(range(32))) + end)
-    assert NameKey.read(file).digest == KEY.digest
+    key = bytes(range(32))
+    for text in (key.hex(), key.hex().upper(), base64.b64encode(key).decode()):
+        for end in ("", "\n"):
+            file.write_text(text + end)
+            assert NameKey.read(file).digest == KEY.digest
+    short, two_lines = base64.b64encode(bytes(16)).decode(), "00" * 16 + "\n" + "00" * 16
+    for text in ("", "00" * 31, "00" * 33, "zz" * 32, short, "\xff" * 64, two_lines):
+        file.write_text(text)
+        told = r"name\.key holds no key of 32 bytes .* `kvpool name-key create FILE`"
+        with pytest.raises(ConfigError, match=told) as raised:
+            Client(ClientConfig("127.0.0.1:1", name_key_file=str(file)))
+        assert not text or text not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "00" * 31,
-        "00" * 33,
-        "zz" * 32,
-        base64.b64encode(bytes(16)).decode(),
-        "\xff" * 64,
-        "00" * 16 + "\n" + "00" * 16,
-    ],
-)
-def test_a_file_with_something_else_is_refused(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "name.key"
-    file.touch(0o600)
-    file.write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"name\.key holds no key of 32 bytes .* `kvpool name-key create FILE`"
-    ) as raised:
-        Client(ClientConfig("127.0.0.1:1", name_key_file=str(file)))
-    assert not text or text not in str(raised.value)
-
-
-@pytest.mark.parametrize("mode", [0o604, 0o620, 0o666])
-def test_a_file_that_others_can_read_or_write_is_refused(mode: int, tmp_path: Path) -> None:
+def test_a_file_is_private_and_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "name.key"
     NameKey.create(file)
-    file.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"others can read .*name\.key \(mode {mode:04o}\); give it mode 0600"):
-        Client(ClientConfig("127.0.0.1:1", name_key_file=str(file)))
+    before = file.read_text()
+    with pytest.raises(ConfigError, match="File exists; give the path of a new file"):
+        NameKey.create(file)
+    assert file.read_text() == before and before.strip() not in repr(NameKey.read(file))
+    for mode in (0o604, 0o620, 0o666):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"others can read .*name\.key \(mode {mode:04o}\); give it mode 0600"):
+            NameKey.read(file)
 
 
 def test_the_command_makes_a_new_key_each_time_and_shows_its_digest_alone(tmp_path: Path) -> None:
@@ -147,11 +111,3 @@ def test_the_command_makes_a_new_key_each_time_and_shows_its_digest_alone(tmp_pa
         assert digest == NameKey.read(Path(file)).digest and digest in output
         assert Path(file).read_text().strip() not in output
         assert Path(file).stat().st_mode & 0o777 == 0o600
-
-
-def test_the_command_overwrites_no_file(tmp_path: Path) -> None:
-    NameKey.create(tmp_path / "name.key")
-    before = (tmp_path / "name.key").read_text()
-    with pytest.raises(ConfigError, match="File exists; give the path of a new file"):
-        NameKey.create(tmp_path / "name.key")
-    assert (tmp_path / "name.key").read_text() == before

@@ -43,24 +43,14 @@ def test_what_is_no_quota_is_named(text: str, says: str) -> None:
         parse_quota(text)
 
 
-def test_which_namespaces_a_quota_covers() -> None:
+def test_which_namespaces_a_quota_covers_and_sizes_as_people_read_them() -> None:
     fingerprint = bytes.fromhex("0123abcd") + bytes(28)
-    assert covers("tenant:acme", "acme", fingerprint)
-    assert not covers("tenant:acme", "acme inc", fingerprint)
-    assert covers("namespace:0123abcd00", "", fingerprint)
-    assert not covers("namespace:0123abcd01", "", fingerprint)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1_000, "1000 B"),
-        (1_536, "1.5 KiB"),
-        (20 << 30, "20 GiB"),
-        (1_023 << 20, "1023 MiB"),
-    ],
-)
-def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
+    for subject, tenant, is_covered in (
+        ("tenant:acme", "acme", True),
+        ("tenant:acme", "acme inc", False),
+        ("namespace:0123abcd00", "", True),
+        ("namespace:0123abcd01", "", False),
+    ):
+        assert covers(subject, tenant, fingerprint) is is_covered
+    sizes = [0, 999, 1_000, 1_536, 20 << 30, 1_023 << 20]
+    assert [size_text(each) for each in sizes] == ["0 B", "999 B", "1000 B", "1.5 KiB", "20 GiB", "1023 MiB"]

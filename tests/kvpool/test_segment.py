@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.segment import IDLE_NICE, MAP_AHEAD, Segment
+from kvpool.transport.segment import Segment
 from tests.support.memory_files import descriptors, mapped_bytes
 from tests.support.processes import wait_for
 
@@ -44,6 +43,8 @@ def test_close_is_idempotent_and_leaves_no_file_descriptor() -> None:
     for each in (attached, attached, segment, segment):
         each.close()
     assert len(segment.bytes) == 0 and segment.fd == -1
+    with pytest.raises(ConfigError, match=rf"cannot make {1 << 60} bytes of shared memory: .*; lower --memory"):
+        Segment.create(1 << 60)
     assert descriptors() <= before
 
 
@@ -59,13 +60,6 @@ def test_a_view_outlives_close_and_the_memory_ends_with_the_view() -> None:
     assert not mapped_bytes(inode)
 
 
-def test_more_than_can_be_addressed_is_one_sentence() -> None:
-    before = descriptors()
-    with pytest.raises(ConfigError, match=rf"cannot make {1 << 60} bytes of shared memory: .*; lower --memory"):
-        Segment.create(1 << 60)
-    assert descriptors() <= before
-
-
 def test_populate_backs_the_part_with_memory(segment: Segment) -> None:
     assert _backed_bytes(segment) <= NBYTES
     segment.populate(0, 4 * NBYTES)
@@ -78,10 +72,3 @@ def test_map_ahead_maps_what_the_owner_has_backed_and_backs_nothing_itself(segme
     assert mapped_bytes(inode) <= NBYTES
     segment.populate(0, 4 * NBYTES)
     wait_for(lambda: mapped_bytes(inode) >= 8 * NBYTES, "both mappings in the page tables")
-
-
-def test_mapping_ahead_gives_way_to_every_other_thread(attached: Segment) -> None:
-    attached.map_ahead()  # Waits for the owner to back the first step.
-    mapper = next(thread for thread in threading.enumerate() if thread.name == MAP_AHEAD)
-    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, mapper.native_id or 0) == IDLE_NICE, "a mapper that gives way")
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < IDLE_NICE

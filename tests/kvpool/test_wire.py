@@ -110,28 +110,22 @@ def test_statuses_have_the_numbers_of_the_contract() -> None:
     assert {f"PUT_STATUS_{status.name}": status.value for status in PutStatus} == dict(pb.PutStatus.items())
 
 
-@pytest.mark.parametrize(
-    ("messages", "names"),
-    [
+def test_malformed_runs_and_keys_are_refused() -> None:
+    short = pb.BlockRun(block_hashes=bytes(32), parent_hash=b"\x07")
+    sizes = {each: pb.BlockRun(block_hashes=bytes(each)) for each in (0, 31, 33)}
+    for messages, names in (
         ([], "names no blocks"),
-        ([pb.BlockRun(block_hashes=bytes(31))], "block_hashes has 31 bytes"),
-        ([pb.BlockRun(block_hashes=bytes(33))], "block_hashes has 33 bytes"),
-        ([pb.BlockRun(block_hashes=b"")], "block_hashes has 0 bytes"),
-        ([pb.BlockRun(block_hashes=bytes(32), parent_hash=b"\x07")], "parent_hash has 1 bytes.*'07'"),
-    ],
-)
-def test_malformed_runs_are_refused(messages: list[pb.BlockRun], names: str) -> None:
-    with pytest.raises(errors.InvalidRequestError, match=names):
-        wire.decode_runs(messages, 1_000)
-
-
-@pytest.mark.parametrize("field", ["namespace", "block_hash"])
-def test_malformed_keys_are_refused(field: str) -> None:
-    parts = {"namespace": bytes(32), "block_hash": bytes(32), field: bytes(5)}
-    with pytest.raises(errors.InvalidRequestError, match=f"{field} has 5 bytes, not 32"):
-        wire.decode_key(pb.PoolKey(**parts))
-    with pytest.raises(errors.InvalidRequestError, match=f"{field} has 5 bytes, not 32"):
-        wire.decode_chunk(pb.Chunk(key=pb.PoolKey(**parts)))
+        *(([run], f"block_hashes has {size} bytes") for size, run in sizes.items()),
+        ([short], "parent_hash has 1 bytes.*'07'"),
+    ):
+        with pytest.raises(errors.InvalidRequestError, match=names):
+            wire.decode_runs(messages, 1_000)
+    for field in ("namespace", "block_hash"):
+        key = pb.PoolKey(**{"namespace": bytes(32), "block_hash": bytes(32), field: bytes(5)})
+        with pytest.raises(errors.InvalidRequestError, match=f"{field} has 5 bytes, not 32"):
+            wire.decode_key(key)
+        with pytest.raises(errors.InvalidRequestError, match=f"{field} has 5 bytes, not 32"):
+            wire.decode_chunk(pb.Chunk(key=key))
 
 
 class _Failed(grpc.RpcError):
@@ -161,6 +155,10 @@ def test_every_error_has_a_status() -> None:
     never_sent, named = {errors.InvalidReplyError}, {errors.IncompatibleReleaseError}
     assert {*errors.KVPoolError.__subclasses__()} == {*STATUSES, errors.ConfigError} | never_sent | named
     assert wire.status_of(errors.ConfigError("x")) is grpc.StatusCode.INVALID_ARGUMENT
+    for status in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED):
+        received = wire.error_of(_Failed(status, None), "host:1")
+        assert type(received) is errors.TransferError, "a status that no error has"
+        assert str(received) == f"{status.name} from kvpool-server at host:1"
 
 
 @pytest.mark.parametrize(("error", "status"), STATUSES.items(), ids=lambda value: getattr(value, "__name__", ""))
@@ -171,6 +169,8 @@ def test_errors_cross_the_wire_and_keep_class_and_message(
     received = wire.error_of(_Failed(status, "the thing, the value, the fix"), "host:1")
     assert type(received) is error
     assert "the thing, the value, the fix" in str(received)
+    is_of_the_network = status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert not is_of_the_network or "host:1" in str(received)
 
 
 @pytest.mark.parametrize("error", wire._NAMED.values())
@@ -182,18 +182,6 @@ def test_errors_that_share_a_status_cross_the_wire_by_name(error: type[errors.KV
     assert type(wire.error_of(_Failed(grpc.StatusCode.ABORTED, "why", error.__name__), "")) is errors.LeaseExpiredError
     assert type(wire.error_of(_Failed(status, "why", "NoError"), "")) is wire._ERROR_OF[status]
     assert wire.encode_lookup_error(error("")).error.name == error.__name__
-
-
-@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
-def test_errors_of_the_network_name_the_endpoint(status: grpc.StatusCode) -> None:
-    assert "host:1" in str(wire.error_of(_Failed(status, "no route"), "host:1"))
-
-
-@pytest.mark.parametrize("status", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED])
-def test_a_status_that_means_nothing_here_is_a_transfer_error_that_names_it(status: grpc.StatusCode) -> None:
-    received = wire.error_of(_Failed(status, None), "host:1")
-    assert type(received) is errors.TransferError
-    assert str(received) == f"{status.name} from kvpool-server at host:1"
 
 
 @pytest.mark.parametrize("nbytes", [1, 127, 128, 300, 16_383, 16_384, 1 << 20])
