@@ -50,11 +50,7 @@ LONG_FILES = (
 """Files, or folders of files, that take long, the longest first."""
 
 MORE = (
-    "tests/benchmarks/test_clients.py",
-    "tests/benchmarks/test_replay.py",
-    "tests/benchmarks/test_server.py",
     "tests/benchmarks/test_soak.py",
-    "tests/benchmarks/test_wan.py",
     "tests/conformance/",
     "tests/deploy/test_dashboard.py",
     "tests/deploy/test_images.py",

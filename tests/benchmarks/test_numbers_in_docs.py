@@ -193,6 +193,8 @@ def test_the_pages_of_benchmarks_are_what_the_results_give(monkeypatch: pytest.M
     pages = report.pages()
     assert {path: path.read_text() for path in pages} == pages, "python -m benchmarks.harness.report"
     assert set(RESULTS.glob("*.md")) <= pages.keys()
+    assert {path.stem for path in RESULTS.glob("*.json")} <= report.QUESTIONS.keys()
+    assert all(glance._figures(question, RESULTS) for question in glance.QUESTIONS), "the first screen lacks a row"
 
 
 @pytest.mark.parametrize("document", figures.documents(), ids=lambda path: path.name)
