@@ -1,4 +1,4 @@
-"""Runs kvpool with other Pythons, packages and releases of vLLM, and writes the results and the table of them.
+"""Runs kvpool with other Pythons, packages and releases of vLLM, and writes the table of the results.
 
 `python -m tests.compat` runs every lane of `lanes.py`, `--lane NAME` one. Each lane has an environment of its own,
 which is deleted afterwards; one of vLLM takes 3 GB.
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import typer
 
-from tests.compat import environment, page, results
+from tests.compat import environment, results
 from tests.compat.lanes import LANES, Lane
 from tests.compat.results import Result
 
@@ -39,7 +39,7 @@ def run(lane: Lane, python: Path, through: list[str]) -> Result:
         asked = _run([str(python), "-c", _ASK_CONTRACT], own, capture=True)
         _, refused, refusal = asked.stdout.partition("REFUSED ")
         if refused:
-            return Result(lane.name, today, versions, 0, 0, refusal=refusal.strip())
+            return Result(lane.name, versions, f"{results.REFUSED}{refusal.strip()}")
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
         options = ["-q", "-p", "no:cacheprovider", "-m", "not gpu and not more", f"--junit-xml={report}"]
@@ -49,7 +49,8 @@ def run(lane: Lane, python: Path, through: list[str]) -> Result:
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     names = sorted({f"{case.get('classname')}::{case.get('name')}" for case in failed})
-    return Result(lane.name, today, versions, len(cases) - len(failed) - len(skipped), len(skipped), names)
+    passed = len(cases) - len(failed) - len(skipped)
+    return Result(lane.name, versions, results.outcome(passed, len(skipped), names, today))
 
 
 def _run(command: list[str], own: dict[str, str], capture: bool = False) -> subprocess.CompletedProcess[str]:
@@ -63,7 +64,7 @@ def main(
     lane: Annotated[list[str] | None, typer.Option(help="Lanes to run; default: all.")] = None,
     through: Annotated[str, typer.Option(help="A command to start pytest with, such as 'nice'.")] = "",
 ) -> None:
-    """Runs lanes, and writes results.json and docs/reference/compatibility.md."""
+    """Runs lanes, and writes their rows in docs/reference/compatibility.md."""
     by_name = {each.name: each for each in LANES}
     failed = []
     for name in lane or by_name:
@@ -73,11 +74,10 @@ def main(
             python = environment.make(by_name[name], Path(directory, "venv"))
             result = run(by_name[name], python, shlex.split(through))
         results.write(result)
-        failed += [f"{name}: {each}" for each in result.failed]
-        print(f"{name}: {result.refusal or f'{result.passed} passed, {len(result.failed)} failed'}", flush=True)
-    page.write()
+        print(f"{name}: {result.outcome}", flush=True)
+        if not result.has_passed and not result.outcome.startswith(results.REFUSED):
+            failed.append(name)
     if failed:
-        print("\n".join(failed))
         raise typer.Exit(1)
 
 
