@@ -111,15 +111,6 @@ def test_every_option_of_a_command_exists(page: Path) -> None:
     assert not unknown
 
 
-def test_an_option_that_is_none_is_found() -> None:
-    assert _unknown("kvpool-server --memory 1GiB --mermory 2GiB") == ["--mermory"]
-    assert _unknown("kvpool --tls pki/operator certs issue pki --tenannt acme") == ["--tenannt"]
-    assert _commands("see `kvpool stats --json`, or\n  kvpool-server --memory 1GiB \\\n    --otel # spans") == [
-        "kvpool stats --json",
-        "kvpool-server --memory 1GiB  --otel ",
-    ]
-
-
 @pytest.fixture
 def session(tmp_path: Path) -> Any:
     made = Session(tmp_path)
@@ -135,9 +126,3 @@ def test_a_block_that_fails_is_found(session: Session) -> None:
         session.run(Block("bash", "true\n", "run: fails", 1))
     with pytest.raises(AssertionError, match="no-such-command"):
         session.run(Block("bash", "no-such-command\ntrue\n", "", 1))
-
-
-def test_lines_that_were_not_printed_are_found() -> None:
-    block = Block("", "6 blocks became readable\n5 hit … done\n", "run: prints", 1)
-    assert prints("7 blocks  became readable\n12 hit, and done\n", block) == []
-    assert prints("7 blocks became readable\n", block) == ["5 hit … done"]

@@ -1,22 +1,20 @@
 """The documents say what the code does: each setting, series and named test exists, and the tour runs."""
 
-import dataclasses
-import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pydantic import ByteSize, TypeAdapter
-from typer.testing import CliRunner
+import typer
 
+import kvpool
+from docsite import settings_tables
 from kvpool.cli import app
-from kvpool.client.config import ClientConfig
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.helpers import movers_of
-from kvpool_server.settings.config import ServerConfig
 from kvpool_server.tiers.registry import KINDS
 from tests.conftest import StartServer
 from tests.support import metrics_page
@@ -24,8 +22,6 @@ from tests.support.processes import ServerProcess, run_command
 
 ROOT = Path(__file__).parent.parent
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
-SIZES = ("memory", "record_bytes")
-"""Settings whose default the documents give with its unit."""
 DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -43,14 +39,25 @@ def _table(section: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `([^`]+)` \| `?([^`|]*?)`? \|", section, re.MULTILINE))
 
 
-def test_every_server_setting_is_documented_with_its_default():
-    table = _table(_section("reference/configuration.md", "kvpool-server"))
-    assert table.keys() == ServerConfig.model_fields.keys()
-    for name, field in ServerConfig.model_fields.items():
-        if name in SIZES:
-            assert TypeAdapter(ByteSize).validate_python(table[name]) == field.default, name
-        else:
-            assert table[name] == ("" if field.default == () else str(field.default)), name
+def test_the_tables_of_settings_are_current():
+    text = settings_tables.PAGE.read_text()
+    assert settings_tables.page(text) == text, "python -m docsite.settings_tables"
+
+
+def test_every_command_has_a_section_and_a_row():
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    command: Any = typer.main.get_command(app)
+    names = {*command.commands, "tier"}
+    assert set(re.findall(r"^## (\S+)$", page, re.MULTILINE)) - {"JSON"} == names
+    assert all(f"[`{name}`](#{name})" in page.partition("\n## ")[0] for name in names)
+
+
+def test_each_public_name_is_in_the_reference_of_python():
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    errors = {name for name in kvpool.__all__ if name.endswith("Error")}
+    told = set(re.findall(r"^::: kvpool\.\w+\.\w+\.(\w+)$", page, re.MULTILINE))
+    assert all(hasattr(kvpool, name) for name in kvpool.__all__) and {*kvpool.__all__} <= {*dir(kvpool)}
+    assert {*kvpool.__all__} - errors - {"__version__"} <= told and "::: kvpool.protocol.errors\n" in page
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,21 +77,6 @@ def test_every_option_of_a_tier_is_documented_with_its_default(kind: str):
     assert not table
 
 
-def test_every_client_setting_is_documented_with_its_default():
-    table = _table(_section("reference/configuration.md", "The client"))
-    assert table == {field.name: str(field.default) for field in dataclasses.fields(ClientConfig)}
-
-
-def test_every_connector_setting_is_documented_with_its_default():
-    from vllm_plugin.config import ConnectorConfig
-
-    table = _table(_section("reference/configuration.md", "The connector"))
-    assert table.keys() == {field.name for field in dataclasses.fields(ConnectorConfig)}
-    for field in dataclasses.fields(ConnectorConfig):
-        default = {True: "true", "": '""'}.get(field.default, str(field.default))
-        assert table[field.name] == default, field.name
-
-
 def test_the_table_of_the_servers_metrics_is_current():
     page = metrics_page.PAGE.read_text()
     rows = metrics_page.server_rows()
@@ -101,23 +93,6 @@ def test_the_table_of_the_engines_metrics_is_current():
 def test_the_tour_runs(shared_server: ServerProcess):
     (tour,) = _examples(_tour_section(), "python")
     _run_tour(tour, shared_server)
-
-
-def test_what_the_tour_stores_is_explained(pool_server: StartServer, tmp_path: Path):
-    server = pool_server("--memory", "64MiB")
-    (tour,) = _examples(_tour_section(), "python")
-    _run_tour(tour, server)
-    (tmp_path / "prompt.json").write_text(str(list(range(100))))
-
-    def run(*arguments: str) -> str:
-        done = CliRunner().invoke(app, [*arguments, "--endpoint", server.endpoint])
-        assert done.exit_code == 0, (done.output, done.exception)
-        return done.stdout
-
-    (namespace,) = json.loads(run("namespaces", "--json"))
-    asked = ("--prompt", str(tmp_path / "prompt.json"), "--namespace", namespace["fingerprint"])
-    for seed in ((), ("--hash-seed", "vllm-none-hash")):
-        assert run("explain", *asked, *seed).startswith("96 of 100 tokens are stored (96%).")
 
 
 def test_the_tour_runs_with_tls(pool_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -159,13 +134,6 @@ def test_the_table_of_connections_is_what_clients_take():
     assert len(rows) == 5
     for cores, ranks, connections in (map(int, row) for row in rows):
         assert connections == movers_of(cores, ranks)
-
-
-def test_the_tests_that_are_named_exist():
-    named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)`", (EXPLANATION / "testing.md").read_text())
-    assert len(named) > 20
-    for name in named:
-        assert list((ROOT / "tests").rglob(name)), name
 
 
 @pytest.mark.parametrize(
