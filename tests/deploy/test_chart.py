@@ -87,13 +87,6 @@ def test_helm_finds_no_fault() -> None:
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_knows_every_object(version: str, rendered: list[dict[str, Any]]) -> None:
-    for each in rendered:
-        if each["kind"] not in CRDS:
-            check_object(each, version)
-
-
 def test_older_kubernetes_gets_only_what_it_has() -> None:
     def render(mode: str, version: str) -> subprocess.CompletedProcess[str]:
         given = [part for value in MODES[mode] for part in ("--set", value)]
@@ -225,6 +218,7 @@ def _own_memory(started: Started) -> int:
 
 def test_a_probe_fails_where_no_server_is(tmp_path: Path, socket_dir: Path) -> None:
     started = Started(objects(CASES["node"]), tmp_path, socket_dir)
+    assert started.answers(started.container["readinessProbe"])
     started.server.stop()
     assert not started.answers(started.container["readinessProbe"])
 
@@ -276,21 +270,38 @@ def violations(spec: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("node")])
-def test_pods_of_sidecar_and_memory_nodes_pass_pod_security_restricted(case: str) -> None:
-    (spec,) = pod_specs(objects(CASES[case]))
-    assert violations(spec) == []
-
-
-def test_pods_of_nodes_break_it_by_their_directory_alone() -> None:
-    (spec,) = pod_specs(objects(CASES["node"]))
-    assert {each.split(":")[0] for each in violations(spec)} == {"volume socket", "directories"}
-    assert not spec.get("hostIPC") and not spec.get("hostNetwork")
-
-
-def test_every_container_has_a_root_file_system_that_is_read_only(rendered: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_rendered_is_whole_and_restricted(case: str) -> None:
+    """Kubernetes runs a hook of a sidecar before its engine has stopped: only other pods have one."""
+    rendered = objects(CASES[case])
+    for each in rendered:
+        if each["kind"] not in CRDS:
+            for version in VERSIONS:
+                check_object(each, version)
     (spec,) = pod_specs(rendered)
-    assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in containers(spec).values())
+    both = containers(spec)
+    is_node = case.startswith("node")
+    if case == "node":
+        assert {each.split(":")[0] for each in violations(spec)} == {"volume socket", "directories"}
+    assert is_node or violations(spec) == []
+    assert not spec.get("hostIPC") and not spec.get("hostNetwork")
+    assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in both.values())
+    assert ("lifecycle" in both["kvpool-server"]) == (not case.startswith("sidecar"))
+    (workload,) = [each for each in rendered if each["kind"] in ("DaemonSet", "StatefulSet", "Deployment")]
+    claims = workload["spec"].get("volumeClaimTemplates", [])
+    there = {volume["name"] for volume in spec["volumes"]} | {claim["metadata"]["name"] for claim in claims}
+    assert {mount["name"] for each in both.values() for mount in each["volumeMounts"]} == there
+    ports = {port["name"] for each in both.values() for port in each.get("ports", [])}
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    for service in (each["spec"] for each in rendered if each["kind"] == "Service"):
+        assert {port["targetPort"] for port in service["ports"]} <= ports
+        assert service["selector"].items() <= labels.items()
+        assert not is_node or service["internalTrafficPolicy"] == "Local", "engines reach their own node's server"
+
+
+def test_a_sidecar_that_hands_its_blocks_over_has_the_hook() -> None:
+    (spec,) = pod_specs(objects([*CASES["sidecar, TLS, peers"], "peers.handover=8GiB"]))
+    assert "USR2" in str(containers(spec)["kvpool-server"]["lifecycle"]["preStop"])
 
 
 def test_the_engine_of_the_sidecar_is_pointed_at_its_server() -> None:
@@ -308,40 +319,6 @@ def test_the_engine_of_the_sidecar_is_pointed_at_its_server() -> None:
         name: {mount["name"]: mount["mountPath"] for mount in each["volumeMounts"]} for name, each in both.items()
     }
     assert mounted["engine"]["socket"] == mounted["kvpool-server"]["socket"] == str(Path(path).parent)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_only_a_sidecar_has_no_hook_for_kubernetes_runs_it_before_the_engine_has_stopped(case: str) -> None:
-    (spec,) = pod_specs(objects(CASES[case]))
-    assert ("lifecycle" in containers(spec)["kvpool-server"]) == (not case.startswith("sidecar"))
-
-
-def test_a_sidecar_that_hands_its_blocks_over_has_the_hook() -> None:
-    (spec,) = pod_specs(objects([*CASES["sidecar, TLS, peers"], "peers.handover=8GiB"]))
-    assert "USR2" in str(containers(spec)["kvpool-server"]["lifecycle"]["preStop"])
-
-
-def test_each_volume_that_is_mounted_exists(rendered: list[dict[str, Any]]) -> None:
-    (spec,) = pod_specs(rendered)
-    (workload,) = [each for each in rendered if each["kind"] in ("DaemonSet", "StatefulSet", "Deployment")]
-    claims = workload["spec"].get("volumeClaimTemplates", [])
-    there = {volume["name"] for volume in spec["volumes"]} | {claim["metadata"]["name"] for claim in claims}
-    mounted = {mount["name"] for each in containers(spec).values() for mount in each["volumeMounts"]}
-    assert mounted == there
-
-
-def test_services_lead_to_ports_of_the_pod(rendered: list[dict[str, Any]]) -> None:
-    (spec,) = pod_specs(rendered)
-    ports = {port["name"] for each in containers(spec).values() for port in each.get("ports", [])}
-    (workload,) = [each for each in rendered if each["kind"] in ("DaemonSet", "StatefulSet", "Deployment")]
-    labels = workload["spec"]["template"]["metadata"]["labels"]
-    for service in (each["spec"] for each in rendered if each["kind"] == "Service"):
-        assert {port["targetPort"] for port in service["ports"]} <= ports
-        assert service["selector"].items() <= labels.items()
-
-
-def test_engines_reach_the_server_of_their_own_node() -> None:
-    assert _one(objects(CASES["node, plaintext"]), "Service")["spec"]["internalTrafficPolicy"] == "Local"
 
 
 def test_the_rules_and_the_dashboard_are_the_shipped_files(tmp_path: Path) -> None:
@@ -413,6 +390,8 @@ def test_servers_find_one_another_by_what_secrets_hold(case: str) -> None:
     given = [options.key_file, options.ca, options.cert, options.key]
     assert [path for path in given if path] == [f"{mount['mountPath']}/{name}" for name in files]
     assert bool(of_certificate) == ("--tls-client-ca=/etc/kvpool/tls/ca.crt" in server["args"])
+    if case == "memory, TLS, peers":
+        assert of_certificate == [{"name": "kvpool-peer"}]
     assert "peers" not in {mount["name"] for each in others.values() for mount in each["volumeMounts"]}
     rule = _one(found, "NetworkPolicy")["spec"]["ingress"][0]
     labels = _one(found, "Service")["spec"]["selector"]
@@ -447,12 +426,6 @@ def test_an_issuer_makes_the_certificate_by_which_servers_read_from_one_another(
     (volume,) = [each["projected"] for each in spec["volumes"] if each["name"] == "peers"]
     assert volume["sources"][1]["secret"]["name"] == peer["secretName"]
     assert _peers_of(found).name in server["dnsNames"]
-
-
-def test_a_peers_certificate_may_come_from_a_secret() -> None:
-    (spec,) = pod_specs(objects(CASES["memory, TLS, peers"]))
-    (volume,) = [each["projected"] for each in spec["volumes"] if each["name"] == "peers"]
-    assert volume["sources"][1]["secret"] == {"name": "kvpool-peer"}
 
 
 @pytest.mark.parametrize(

@@ -34,27 +34,18 @@ def _last(path: Path, word: str) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_hadolint_finds_no_fault(path: Path) -> None:
+def test_a_file_is_linted_pinned_and_not_of_root(path: Path) -> None:
     linted = subprocess.run([program("hadolint"), str(path)], capture_output=True, text=True, check=False)
     assert linted.returncode == 0, linted.stdout
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_base_can_be_pinned_and_the_user_is_not_root(path: Path) -> None:
     first, *_ = instructions(path)
     variable = first[1].partition("=")[0]
     stages = [rest for name, rest in instructions(path) if name == "FROM"]
     assert first[0] == "ARG" and len(stages) > 1
-    assert all(stage.startswith(f"${{{variable}}}") for stage in stages)
+    assert all(stage.startswith(f"${{{variable}}}") for stage in stages), "the base can be pinned"
     (spec,) = pod_specs(objects(["mode=sidecar", "engine.model=m"]))
     assert _last(path, "USER") == f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
     assert _last(path, "STOPSIGNAL") == "SIGTERM"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_context_has_what_the_file_copies(path: Path) -> None:
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    kept = [line.removeprefix("!") for line in lines if line.startswith("!")]
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     copied = [rest.split()[:-1] for name, rest in instructions(path) if name == "COPY" and "--from" not in rest]
     for source in (each for sources in copied for each in sources):
         assert (ROOT / source).exists() and any(fnmatch.fnmatch(source, each) for each in kept), source
@@ -66,9 +57,8 @@ def test_each_package_is_checked_by_its_hash(path: Path) -> None:
     pips = [each for each in re.split(r"&&|;", runs) if re.search(r"\bpip\S* (install|wheel) ", each)]
     checked = ("--require-hashes", "--no-index", "--dry-run --only-binary :all:", "--no-deps --no-build-isolation .")
     assert pips and all(any(way in each for way in checked) for each in pips), pips
-    assert (ROOT / "requirements" / "build.txt").read_text().partition("\n")[2] in (
-        ROOT / "requirements" / "lock.txt"
-    ).read_text()
+    build, lock = ((ROOT / "requirements" / name).read_text() for name in ("build.txt", "lock.txt"))
+    assert build.partition("\n")[2] in lock
 
 
 def test_what_vllms_image_lacks_comes_with_its_hashes(tmp_path: Path) -> None:

@@ -47,12 +47,6 @@ def test_the_units_exposure_is_what_the_documents_say() -> None:
     assert f"rates the unit {HIGHEST_EXPOSURE} of 10" in page
 
 
-def test_a_unit_without_its_filter_of_system_calls_is_rated_worse(tmp_path: Path) -> None:
-    laxer = tmp_path / UNIT.name
-    laxer.write_text(re.sub("^SystemCallFilter=.*\n", "", UNIT.read_text(), flags=re.MULTILINE))
-    assert _exposure(laxer) > HIGHEST_EXPOSURE
-
-
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     """Verified with a program that exists in the place of the server's."""
     unit = tmp_path / UNIT.name
