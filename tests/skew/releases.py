@@ -14,7 +14,6 @@ from kvpool.version import PROTOCOL
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("previous-release")
-FETCH_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +37,23 @@ class Tree:
 CURRENT = Tree("current", ROOT, PROTOCOL)
 
 
-def _git(root: Path, *arguments: str, timeout_s: float = FETCH_S) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=timeout_s, check=False)
+def _git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, timeout=60, check=False)
 
 
-def previous_ref(root: Path = ROOT, record: Path = RECORD) -> str:
-    """The tag or commit of the previous release, which this clone has.
-
-    A shallow clone lacks it: it is then fetched from `origin`. AssertionError, with what to do, if that fails.
-    """
-    (ref,) = (line.strip() for line in record.read_text().splitlines() if line.strip() and not line.startswith("#"))
-    commit = f"{ref}^{{commit}}"
-    if _git(root, "cat-file", "-e", commit).returncode == 0:
-        return ref
-    # Into no branch and no tag: `git archive` takes the commit by its own name.
-    fetched = _git(root, "fetch", "--quiet", "--depth=1", "origin", ref)
-    ref = "FETCH_HEAD" if fetched.returncode == 0 and re.fullmatch(r"[0-9a-f]{40}", ref) is None else ref
-    assert _git(root, "cat-file", "-e", f"{ref}^{{commit}}").returncode == 0, (
-        f"this clone lacks the previous release {ref}, which {record.name} names, and it cannot be fetched "
-        f"({fetched.stderr.decode(errors='replace').strip()}); run `git fetch --unshallow --tags`, in CI give "
-        "actions/checkout `fetch-depth: 0`"
+def previous_ref() -> str:
+    """The tag or commit of the previous release. AssertionError, with what to do, if this clone lacks it."""
+    (ref,) = (line.strip() for line in RECORD.read_text().splitlines() if line.strip() and not line.startswith("#"))
+    assert _git("cat-file", "-e", f"{ref}^{{commit}}").returncode == 0, (
+        f"this clone lacks the previous release {ref}, which {RECORD.name} names; run `git fetch --unshallow --tags`, "
+        "in CI give actions/checkout `fetch-depth: 0`"
     )
     return ref
 
 
-def unpack(paths: list[str], into: Path, root: Path = ROOT) -> Path:
+def unpack(paths: list[str], into: Path) -> Path:
     """Writes files of the previous release to a folder. They run from there: kvpool has no compiled parts."""
-    packed = _git(root, "archive", "--format=tar", previous_ref(root), *paths)
+    packed = _git("archive", "--format=tar", previous_ref(), *paths)
     assert packed.returncode == 0, packed.stderr.decode(errors="replace")
     into.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tar:
