@@ -26,6 +26,8 @@ nbformat.write(notebook, sys.argv[2])
 
 @pytest.mark.parametrize("is_given", [False, True])
 def test_the_notebook_runs_and_draws(is_given: bool, tmp_path: Path) -> None:
+    stored = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in stored)
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(f'{{"timestamp": {nth}, "hash_ids": [1, 2, {nth}]}}\n' for nth in range(3, 60)))
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(ROOT)}
@@ -41,8 +43,3 @@ def test_the_notebook_runs_and_draws(is_given: bool, tmp_path: Path) -> None:
     assert ("57 requests" in said) is is_given
     (drawn,) = [output for output in cells[-1]["outputs"] if "image/png" in output.get("data", {})]
     assert len(drawn["data"]["image/png"]) > 5_000
-
-
-def test_the_notebook_is_stored_without_outputs() -> None:
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)

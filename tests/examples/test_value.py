@@ -29,13 +29,7 @@ def test_memory_is_weighed_against_gpus() -> None:
         "1024.00 GiB 60.0% hit 4 GPUs for prefill 10,372 a month",
         "0.00 GiB 0.0% hit 8 GPUs for prefill 14,600 a month",
     ]
-
-
-def test_a_server_without_lookups_is_told_apart() -> None:
     done = run({"seconds": 0.0, "curves": [{"estimates": []}]})
     assert done.returncode == 1 and "no lookups yet" in done.stderr
-
-
-def test_a_price_of_nothing_is_refused() -> None:
     done = run({}, "--prefill", "0")
     assert done.returncode == 2 and "--prefill 0.0 must be above 0" in done.stderr

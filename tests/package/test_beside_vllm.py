@@ -66,10 +66,3 @@ def test_one_environment_meets_both(version: str, resolution: str, tmp_path: Pat
         assert theirs.specifier.contains(chosen[name]), f"{name} {chosen[name]}"
     if resolution == "lowest-direct":
         assert Version(chosen["protobuf"]) == _lowest(_here(VLLM[version]["packages"])["protobuf"].specifier)
-
-
-@pytest.mark.parametrize("version", VLLM)
-def test_each_python_of_the_package_is_one_of_vllms(version: str) -> None:
-    for classifier in PROJECT["classifiers"]:
-        if found := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", classifier):
-            assert SpecifierSet(VLLM[version]["python"]).contains(f"{found[1]}.1")

@@ -10,9 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from kvpool.version import __version__
 from testbed.ports import free_endpoint
 from tests.package.conftest import ROOT, UV
 from tests.support.processes import clean_environment, run_command, wait_for
@@ -49,18 +46,8 @@ def test_an_install_brings_nothing_heavy(installed: Path) -> None:
     assert not [name for name in names if re.fullmatch(HEAVY, name)]
     num_bytes = sum(path.lstat().st_size for path in installed.parent.rglob("*") if not path.is_symlink())
     assert num_bytes < MAX_INSTALLED_BYTES
-
-
-def test_the_requirements_of_the_environment_are_met(installed: Path) -> None:
-    ran = run_command(UV, "pip", "check", "--python", str(installed / "python"))
-    assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.parametrize("command", ["kvpool", "kvpool-server"])
-def test_the_commands_tell_their_version(command: str, installed: Path, tmp_path: Path) -> None:
-    ran = _run(tmp_path, str(installed / command), "--version")
-    assert ran.returncode == 0, ran.stderr
-    assert __version__ in ran.stdout
+    checked = run_command(UV, "pip", "check", "--python", str(installed / "python"))
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_the_tour_runs_and_the_page_is_served(installed: Path, tmp_path: Path) -> None:

@@ -5,18 +5,13 @@ The router here reads vLLM's wire format; `test_dynamo.py` has NVIDIA Dynamo's o
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from testbed.ports import free_endpoint
-from tests.conftest import Connect, StartServer
 from tests.routers.conftest import Start
 from tests.support.processes import wait_for
 from tests.support.routers import (
-    BRIDGE,
     MODEL,
     Prompts,
     RoutedServer,
@@ -28,7 +23,7 @@ from tests.support.routers import (
     settle,
     store_all,
 )
-from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.values import group_spec, namespace_spec, run_of
 
 FULL = group_spec(block_tokens=4, chunk_bytes=2_048)
 WINDOW = group_spec(kind="sliding_window", block_tokens=4, window_tokens=10, chunk_bytes=2_048)
@@ -65,16 +60,6 @@ def test_a_router_promises_what_lookups_find(start: Start, router: WireRouter) -
     print("\n".join(lines))
 
 
-def test_a_restart_is_noticed_although_the_server_stores_nothing(start: Start, router: WireRouter) -> None:
-    servers = start(namespace_spec(FULL, model=MODEL), 1)
-    _follow(router, servers)
-    settle(router, servers, 1)
-    servers[0].stop(is_killed=True)
-    assert router.promised([1_001] * 8) == {0: 8}
-    servers[0].start()
-    wait_for(lambda: not router.promised([1_001] * 8), "the router's knowledge that all is gone")
-
-
 def test_blocks_whose_tokens_no_engine_has_named_are_not_published(start: Start, router: WireRouter) -> None:
     servers = start(namespace_spec(FULL, model=MODEL), 1)
     _follow(router, servers)
@@ -86,16 +71,3 @@ def test_blocks_whose_tokens_no_engine_has_named_are_not_published(start: Start,
     assert not router.promised(unknown) and not router.promised(tokens)
     servers[0].tell(run, unknown)
     wait_for(lambda: router.promised(unknown) == {0: 12}, "the tokens of the blocks")
-
-
-def test_a_model_with_several_groups_is_refused(pool_server: StartServer, connect: Connect) -> None:
-    events, replays, publish, engine = (f"tcp://{free_endpoint()}" for _ in range(4))
-    server = pool_server("--kv-events", events, "--kv-events-replay", replays)
-    client = connect(server)
-    namespace = client.open_namespace(namespace_spec(FULL, WINDOW, model=MODEL))
-    client.put_blocks(namespace, run_of("a", group_idx=1), [payload("a", 2_048)])
-    where = f"{namespace.fingerprint.hex()}@{MODEL}"
-    command = [sys.executable, BRIDGE, "--server", events, replays, "--engine", engine]
-    command += ["--namespace", where, "--publish", publish]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "this model has several; ask Exists instead" in done.stderr

@@ -19,12 +19,6 @@ print(core.pid, flush=True)
 time.sleep(600)
 """
 STARTERS = {
-    "standard input": """
-import os, subprocess, sys, time
-command = [sys.executable, "-m", "testbed.process_group", "engine"]
-engine = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-time.sleep(600)
-""",
     "multiprocessing": """
 import importlib, multiprocessing, time
 from concurrent.futures import ProcessPoolExecutor
