@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvpool.protocol.errors import TransferError
-from kvpool.transport.data_port import receive_some, time_out
+from kvpool.transport.data_port import time_out
 from kvpool.transport.sealed_socket import RANDOM_BYTES, RECORD_BYTES, SealedSocket
 from tests.support.data_client import receive_exactly
 
@@ -60,45 +58,6 @@ def _records_of(pair: Pair, *texts: bytes) -> list[bytes]:
         pair.client.sendall(text)
         found.append(receive_exactly(pair.raw_server, len(text) + OVERHEAD_BYTES))
     return found
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    sent=st.lists(st.integers(1, 3 << 20), min_size=1, max_size=6),
-    received=st.lists(st.integers(1, 3 << 20), min_size=1, max_size=6),
-    is_client=st.booleans(),
-)
-def test_buffers_of_any_sizes_arrive_in_order(sent: list[int], received: list[int], is_client: bool) -> None:
-    pair = Pair()
-    sender, receiver = (pair.client, pair.server) if is_client else (pair.server, pair.client)
-    data = random.Random(sum(sent)).randbytes(sum(sent))
-    views, start = [], 0
-    for size in sent:
-        views.append(memoryview(data)[start : start + size])
-        start += size
-
-    def send() -> None:
-        left = views
-        while left:
-            left = sender.send_some(left)
-        sender.shutdown(socket.SHUT_WR)
-
-    sending = _in_background(send)
-    found, left = [], len(data)
-    while left:
-        buffers = []
-        for size in received:
-            buffers.append(bytearray(min(size, left)))
-            left -= len(buffers[-1])
-        found += buffers
-        to_fill = [memoryview(buffer) for buffer in buffers if buffer]
-        while to_fill:
-            to_fill = receive_some(receiver, to_fill)
-    with pytest.raises(EOFError):  # Nothing is behind the last record.
-        receive_exactly(receiver, 1)
-    sending.join(10)
-    pair.close()
-    assert b"".join(found) == data
 
 
 def test_two_connections_of_one_secret_share_no_key_and_no_id() -> None:

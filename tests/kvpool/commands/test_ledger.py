@@ -61,7 +61,7 @@ def test_a_table_csv_and_json(cli: Cli) -> None:
     assert all(len(line) <= 80 for line in printed.partition("saved: ")[0].splitlines())
     assert "No engine reports" not in printed and "by others" not in printed, "columns without a number are left out"
     assert "acme" in printed and "180 s" in printed and "75.0%" in printed and "umbra" in printed and "7 s" in printed
-    assert "The ledger is kept since " in printed
+    assert "The ledger is kept since " in printed and "saved: " in printed
     first, second = csv.DictReader(io.StringIO(cli("ledger", "--csv")))
     assert (first["tenant"], first["saved_gpu_seconds"], first["loaded_tokens"]) == ("acme", "180.0", "3000")
     assert (first["computed_evicted_tokens"], second["computed_never_stored_tokens"]) == ("1000", "10")

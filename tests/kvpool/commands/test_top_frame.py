@@ -131,6 +131,8 @@ def test_after_a_restart_which_is_said_the_rates_are_those_since_the_start() -> 
     assert interval.count("lookups") == 10 == sum(interval.server.rpcs[0].buckets)
     assert interval.server.transfers[0].nbytes == 1_000
     assert interval.server.usage[0].lookup_tokens == 100
+    back = Interval.of(snapshot(100), snapshot(1), 1.0)  # Counts that go back are no negative rates.
+    assert back.count("evicted_blocks") == back.server.transfers[0].nbytes == back.server.usage[0].lookup_tokens == 0
 
 
 def test_names_of_others_change_nothing_but_themselves() -> None:
