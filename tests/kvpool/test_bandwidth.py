@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands.ping import text_of
-from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.protocol.types import BlockRun
 from kvpool.protocol.wire import encode_spec
@@ -159,6 +159,22 @@ def test_an_interrupted_measurement_leaves_no_block(server: ServerProcess, nth: 
             measure(client, 8 * MIB)
         assert set(left_over(client)) == {0}
         assert client.admin.stats().num_leases == num_leases
+
+
+class ForgetfulClient(Client):
+    """Removes blocks between a lookup and its get, as another client may."""
+
+    def get(self, namespace: Any, lease_id: int, runs: Any, drain: Any, **options: Any) -> Any:
+        self.admin.remove(namespace, runs)
+        return super().get(namespace, lease_id, runs, drain, **options)
+
+
+def test_blocks_that_leave_the_pool_meanwhile_are_an_error(shared_server: ServerProcess) -> None:
+    with (
+        ForgetfulClient(ClientConfig(endpoint=shared_server.endpoint, timeout_ms=10_000)) as client,
+        pytest.raises(OutOfSpaceError, match="evicted blocks of the measurement"),
+    ):
+        measure(client, 4 * MIB)
 
 
 # What a hit costs

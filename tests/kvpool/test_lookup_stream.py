@@ -18,7 +18,7 @@ from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from tests.support.processes import wait_for
 
 TIMEOUT_S = 30.0
-END, FAIL, WAIT, REFUSE, END_ONCE, WAIT_AND_END_ONCE = 1, 2, 3, 4, 5, 6
+END, FAIL, SAY_MORE, WAIT, REFUSE, END_ONCE, WAIT_AND_END_ONCE = 1, 2, 3, 4, 5, 6, 7
 """What a server does when a lookup asks for a lease of so many ms; else it answers with that TTL."""
 
 
@@ -68,7 +68,10 @@ class Whim(PoolServicer):
             if wish == REFUSE:
                 yield pb.LookupReply(error=pb.CallError(code=5, message="not open"))
                 continue
-            yield pb.LookupReply(found=self.Lookup(request, context))
+            reply = pb.LookupReply(found=self.Lookup(request, context))
+            yield reply
+            if wish == SAY_MORE:
+                yield reply
 
 
 class Served:
@@ -166,6 +169,13 @@ def test_a_lookup_ends_at_its_deadline_and_a_late_answer_is_nobody_elses(served:
     assert served.code_of(WAIT, 0.05) is grpc.StatusCode.DEADLINE_EXCEEDED
     served.whim.go_on.set()
     assert served.ask(100) == 100
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_stream(served: Served) -> None:
+    served.ask(SAY_MORE)
+    wait_for_readers()
+    assert served.ask(100) == 100
+    assert served.whim.num_streams == 2
 
 
 def test_leases_travel_with_the_next_lookup_or_alone_and_once(served: Served) -> None:

@@ -17,10 +17,11 @@ from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client
 from kvpool.client.handles import Namespace
 from kvpool.client.lookup_stream import LookupStream, StreamedError
+from kvpool.protocol import types
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
-from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutStatus
+from kvpool.protocol.types import BlockRun, Chunk, Located, PoolKey, PutStatus, in_parts, join_located
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES
 from tests.conftest import Connect
@@ -39,6 +40,29 @@ def test_the_last_piece_alone_is_shorter(more: int, whole: int) -> None:
     *first, last = pieces(request)
     assert b"".join([*first, last]) == request
     assert {len(each) for each in first} <= {MESSAGE_BYTES} and len(last) < MESSAGE_BYTES
+
+
+def test_parts_of_an_answer_are_one_that_ends_with_the_first() -> None:
+    parts = [Located(500, (True, False), (0,), (7, 8)), Located(400, (True,), (64,), (9, 10))]
+    assert join_located(parts) == Located(400, (True, False, True), (0, 64), (7, 8, 9, 10))
+
+
+@given(st.lists(st.integers(0, 7), max_size=8), st.integers(1, 9), st.integers(1, 4))
+def test_parts_of_runs_are_the_same_blocks_and_keep_to_the_bounds(
+    lengths: list[int], max_blocks: int, max_runs: int
+) -> None:
+    hashes = iter(range(100))
+    runs = [BlockRun(0, [bytes([next(hashes)]) for _ in range(length)], b"p") for length in lengths]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(types, "MAX_RUNS", max_runs)
+        parts = list(in_parts(runs, max_blocks))
+    assert all(1 <= sum(map(len, part)) <= max_blocks and len(part) <= max_runs for part in parts)
+    before: dict[bytes, bytes] = {}
+    for run in runs:
+        before.update(zip(run.block_hashes, [b"p", *run.block_hashes], strict=False))
+    found = [piece for part in parts for piece in part]
+    assert [name for piece in found for name in piece.block_hashes] == [n for run in runs for n in run.block_hashes]
+    assert all(piece.parent_hash == before[piece.block_hashes[0]] for piece in found)
 
 
 @pytest.fixture

@@ -144,19 +144,28 @@ def _moves(port: Port, transport: TcpTransport) -> bool:
     return True
 
 
-def test_connections_are_kept_and_replaced_when_they_were_idle_for_long(
+def test_connections_are_kept_and_replaced_when_they_have_ended_or_were_idle_for_long(
     port: Port, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[object] = []
+    made: list[socket.socket] = []
     connect = Peer.connect
-    monkeypatch.setattr(Peer, "connect", lambda *args: made.append(args) or connect(*args))  # type: ignore[func-returns-value]
+
+    def noted(peer: Peer, timeout_s: float) -> tuple[socket.socket, bytes]:
+        fresh = connect(peer, timeout_s)
+        made.append(fresh[0])
+        return fresh
+
+    monkeypatch.setattr(Peer, "connect", noted)
     permit = port.permit(Kind.READ, 1, [0], 64)
     for _ in range(3):
         transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Local(_ignore))
     assert len(made) == 1
-    monkeypatch.setattr(tcp_connection, "IDLE_S", 0.0)
+    made[0].shutdown(socket.SHUT_RDWR)  # As if the peer had ended it.
     transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Local(_ignore))
     assert len(made) == 2
+    monkeypatch.setattr(tcp_connection, "IDLE_S", 0.0)
+    transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Local(_ignore))
+    assert len(made) == 3
 
 
 def test_nothing_is_left_of_a_closed_transport(port: Port, num_connections: int) -> None:

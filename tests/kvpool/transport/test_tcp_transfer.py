@@ -334,6 +334,19 @@ def test_bytes_that_are_still_being_filled_when_a_write_fails_are_waited_for() -
     assert done == [0, 1]
 
 
+def test_what_is_filled_late_is_sent_once_it_is_there() -> None:
+    def fill(first: int, buffers: Buffers) -> Callable[[], object]:
+        def wait() -> None:
+            for buffer in buffers:
+                buffer[:] = 7
+
+        return wait
+
+    with moves() as (transport, port):
+        transport.write(Local(fill), [0, 64, 128])
+        assert (port.arena[:192] == 7).all()
+
+
 def test_a_drain_that_fails_late_leaves_no_other_under_way() -> None:
     done: list[int] = []
 
