@@ -32,32 +32,32 @@ def reports(clock: FakeClock) -> EngineReports:
     return EngineReports(clock)
 
 
+def test_what_is_kept_of_a_report_is_what_is_shown(reports: EngineReports) -> None:
+    unknown = b"\xfa\x3e\x80\x80\x04" + bytes(1 << 16)  # Field 1,007, which no release has.
+    causes = {"of a later release": 3, "and another": 4, EVICTED: 5}
+    given = report(engine="\x1b[31m" + "x" * 1_000, version="1\n2", computed_tokens=causes)
+    reports.report(ReportRequest.FromString(given.SerializeToString() + unknown), "acme", "model")
+    (kept,) = reports._reporters.values()
+    assert kept.report is not None and len(kept.report.SerializeToString()) < 1_000
+    (shown,) = reports.engines()
+    assert shown.engine.isprintable() and len(shown.engine) <= MAX_ENGINE_CHARS and shown.version == "12"
+    assert reports.totals[Pair("model", "acme")].computed_tokens == {"other": 7, EVICTED: 5}
+
+
 def test_an_engine_is_shown_until_it_is_silent_or_says_that_it_ends(reports: EngineReports, clock: FakeClock) -> None:
     reports.report(report(version="1.2", breaker_open=True, transport="shm"), "acme", "model")
     clock.advance(SILENT_S - 1)
     (state,) = reports.engines()
     assert (state.engine, state.version, state.breaker_open, state.transport) == ("host:1", "1.2", True, "shm")
     assert (state.age_seconds, state.tenant, state.model, state.namespaces) == (59, "acme", "model", [SPACE])
+    assert not reports.report(report(1, transport="tcp"), "acme", "model")
+    assert reports.engines()[0].transport == "shm", "a report of long ago is no news of the engine"
     reports.report(report(2, last=True), "acme", "model")
     assert reports.engines() == []
     reports.report(report(3), "acme", "model")
     clock.advance(SILENT_S + 1)
     assert reports.engines() == []
     assert reports.totals and reports.of_namespace(SPACE) is not None
-
-
-def test_what_is_kept_of_a_report_is_what_is_shown(reports: EngineReports) -> None:
-    unknown = b"\xfa\x3e\x80\x80\x04" + bytes(1 << 16)  # Field 1,007, which no release has.
-    reports.report(ReportRequest.FromString(report(engine="host:2").SerializeToString() + unknown), "acme", "model")
-    (kept,) = reports._reporters.values()
-    assert kept.report is not None and kept.report.engine == "host:2"
-    assert len(kept.report.SerializeToString()) < 1_000
-
-
-def test_a_report_of_long_ago_is_no_news_of_the_engine(reports: EngineReports) -> None:
-    reports.report(report(2, transport="shm"), "acme", "model")
-    assert not reports.report(report(1, transport="tcp"), "acme", "model")
-    assert reports.engines()[0].transport == "shm"
 
 
 def test_tenants_have_numbers_of_their_own(reports: EngineReports) -> None:
@@ -78,18 +78,12 @@ def test_one_tenant_pushes_out_no_other(reports: EngineReports, monkeypatch: pyt
     assert not reports.report(first, "small", "model")
 
 
-def test_unknown_causes_are_one(reports: EngineReports) -> None:
-    reports.report(report(computed_tokens={"of a later release": 3, "and another": 4, EVICTED: 5}), "acme", "model")
-    assert reports.totals[Pair("model", "acme")].computed_tokens == {"other": 7, EVICTED: 5}
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"reporter": b"short"}, "reporter has 5 bytes"),
         ({"sequence": 0}, "count reports from 1"),
-        ({"namespaces": ()}, "number of namespaces"),
-        ({"namespaces": (SPACE,) * 17}, "number of namespaces"),
+        *(({"namespaces": (SPACE,) * count}, "number of namespaces") for count in (0, 17)),
         ({"saved_seconds": math.nan}, "saved_seconds of the report is nan"),
         ({"saved_seconds": math.inf}, "saved_seconds"),
         ({"lost_seconds": -1.0}, "lost_seconds"),
@@ -104,9 +98,3 @@ def test_a_report_beyond_a_bound_changes_nothing(reports: EngineReports, fields:
     with pytest.raises(InvalidRequestError, match=says):
         reports.report(report(**{"num_requests": 1, **fields}), "acme", "model")  # type: ignore[arg-type]
     assert reports.engines() == [] and not reports.totals
-
-
-def test_texts_are_cut_and_printable(reports: EngineReports) -> None:
-    reports.report(report(engine="\x1b[31m" + "x" * 1_000, version="1\n2"), "acme", "model")
-    (shown,) = reports.engines()
-    assert shown.engine.isprintable() and len(shown.engine) <= MAX_ENGINE_CHARS and shown.version == "12"
