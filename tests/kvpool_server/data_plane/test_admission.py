@@ -58,25 +58,19 @@ def door() -> Iterator[Door]:
         yield Door(sockets)
 
 
-def test_the_oldest_silent_connection_makes_room_for_a_new_one(door: Door) -> None:
+def test_the_oldest_silent_connection_makes_room_for_a_new_one_and_proves_nothing_any_more(door: Door) -> None:
     silent = [door.admitted("a") for _ in range(MAX_UNPROVEN + 2)]
     assert [door.is_hung_up_on(seat) for seat in silent] == [True, True, False, False, False, False]
+    assert not door.admission.prove(silent[0])
 
 
-def test_silent_connections_displace_none_that_has_proven_itself(door: Door) -> None:
-    proven = door.proven("a")
+def test_silent_connections_displace_only_silent_ones_of_their_own_host(door: Door) -> None:
+    proven, slow = door.proven("a"), door.admitted("far away")
     door.clock.advance(1_000)
     for _ in range(10 * MAX_UNPROVEN):
-        door.admission.leave(door.admitted("a"))
-    for _ in range(2 * MAX_UNPROVEN):
-        door.admitted("a")
-    assert not door.is_hung_up_on(proven)
-
-
-def test_a_host_that_floods_displaces_only_its_own_connections(door: Door) -> None:
-    slow = door.admitted("far away")
+        door.admission.leave(door.admitted("flood"))
     flood = [door.admitted("flood") for _ in range(5 * MAX_UNPROVEN)]
-    assert not door.is_hung_up_on(slow) and door.is_hung_up_on(flood[0])
+    assert [door.is_hung_up_on(seat) for seat in (proven, slow, flood[0])] == [False, False, True]
     assert door.admission.prove(slow)
 
 
@@ -89,22 +83,15 @@ def test_hung_up_connections_cannot_pile_up(door: Door) -> None:
     assert door.admitted("a").number == seats[0].number
 
 
-def test_of_those_that_are_idle_the_longest_makes_room(door: Door) -> None:
-    first, second, busy = door.proven("a"), door.proven("a"), door.proven("a", is_idle=False)
+def test_the_longest_idle_connection_of_the_host_with_most_makes_room(door: Door) -> None:
+    only = door.proven("b")
+    door.clock.advance(1)
+    first, second = door.proven("a"), door.proven("a")
     door.clock.advance(SPARED_S / 2)
     second.idle_since = door.clock()
     door.clock.advance(SPARED_S)
-    door.proven("b")
-    assert [door.is_hung_up_on(seat) for seat in (first, second, busy)] == [True, False, False]
-
-
-def test_the_host_with_most_connections_gives_up_one(door: Door) -> None:
-    only = door.proven("b")
-    door.clock.advance(1)
-    many = [door.proven("a"), door.proven("a")]
-    door.clock.advance(SPARED_S)
     door.proven("c")
-    assert not door.is_hung_up_on(only) and door.is_hung_up_on(many[0])
+    assert [door.is_hung_up_on(seat) for seat in (only, first, second)] == [False, True, False]
 
 
 def test_nobody_is_admitted_while_all_move_bytes(door: Door) -> None:
@@ -117,13 +104,6 @@ def test_nobody_is_admitted_while_all_move_bytes(door: Door) -> None:
     assert door.admission.prove(waiting) and door.admission.prove(waiting)
 
 
-def test_who_was_hung_up_on_cannot_prove_anything_any_more(door: Door) -> None:
-    first = door.admitted("a")
-    for _ in range(MAX_UNPROVEN):
-        door.admitted("a")
-    assert door.is_hung_up_on(first) and not door.admission.prove(first)
-
-
 def test_an_owner_with_all_its_connections_gets_one_for_its_own_idle_one(door: Door) -> None:
     theirs = door.proven("b", UMBRA)
     door.clock.advance(1)
@@ -132,15 +112,17 @@ def test_an_owner_with_all_its_connections_gets_one_for_its_own_idle_one(door: D
     second.idle_since = door.clock()
     third = door.proven("d", ACME)
     assert [door.is_hung_up_on(seat) for seat in (theirs, first, second, third)] == [False, True, False, False]
-
-
-def test_an_owner_whose_connections_all_move_bytes_gets_no_other(door: Door) -> None:
-    mine = [door.proven("a", ACME, is_idle=False) for _ in range(2)]
+    second.idle_since = third.idle_since = None
     waiting = door.admitted("a")
-    assert not door.admission.prove(waiting, ACME)
-    assert not any(map(door.is_hung_up_on, mine)) and door.admission.prove(mine[0], ACME)
-    door.admission.leave(mine[0])
+    assert not door.admission.prove(waiting, ACME), "all of its connections move bytes"
+    assert not any(map(door.is_hung_up_on, (second, third))) and door.admission.prove(second, ACME)
+    door.admission.leave(second)
     assert door.admission.prove(waiting, ACME)
+    third.idle_since = door.clock()
+    waiting.idle_since = None
+    door.clock.advance(SPARED_S)
+    assert door.admission.prove(waiting, Bound.of("acme", 1)), "a lower bound ends no connection that moves bytes"
+    assert door.is_hung_up_on(third) and not door.is_hung_up_on(waiting)
 
 
 def test_owners_whose_connections_all_move_bytes_leave_room_for_others(door: Door) -> None:
@@ -159,17 +141,3 @@ def test_owners_that_come_late_have_a_connection_each() -> None:
             while door.admission.prove(seat := door.admitted("a"), bound):
                 seat.idle_since = None
             door.admission.leave(seat)
-
-
-def test_idle_connections_of_others_are_no_reason_to_refuse_an_owner(door: Door) -> None:
-    idle = [door.proven("a", Bound.of(f"tenant {nth}", 1)) for nth in range(MAX_PROVEN)]
-    door.clock.advance(SPARED_S)
-    door.proven("b", ACME)
-    assert [door.is_hung_up_on(seat) for seat in idle] == [True, False, False]
-
-
-def test_a_lower_bound_ends_connections_that_exist(door: Door) -> None:
-    idle, busy = door.proven("a", ACME), door.proven("a", ACME, is_idle=False)
-    door.clock.advance(SPARED_S)
-    assert door.admission.prove(busy, Bound.of("acme", 1)), "who moves bytes goes on"
-    assert door.is_hung_up_on(idle) and not door.is_hung_up_on(busy)

@@ -1,4 +1,4 @@
-"""Slots that callers share: in turn, none lost, and nothing else that callers wait for."""
+"""Slots that callers share: in turn, none lost, and nothing else that callers wait for; and shares of a budget."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from kvpool_server.rpc.blocks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.sharing import fair_slots
 from kvpool_server.sharing.fair_slots import FairSlots, Pace
+from kvpool_server.sharing.shares import LEAST, RESERVE, Shares
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
@@ -96,19 +97,25 @@ def test_a_caller_leaves_as_many_slots_as_it_has_and_a_fourth_of_all_to_newcomer
         await calls.begin("e1", "f1")
         assert {"e1", "f1"} <= set(calls.running)
 
-    _run(8, 3, run)
-
-
-def test_callers_that_are_not_told_apart_have_all_slots() -> None:
-    async def run(calls: Calls) -> None:
+    async def run_without_names(calls: Calls) -> None:
         await calls.begin(*(f"-{nth}" for nth in range(8)))
-        assert len(calls.running) == 4
+        assert len(calls.running) == 4, "callers that are not told apart have all slots"
 
-    _run(4, 1, run)
+    _run(8, 3, run)
+    _run(4, 1, run_without_names)
 
 
-def test_a_call_that_is_cancelled_gives_its_slot_or_its_place_back() -> None:
+def test_a_call_that_is_cancelled_or_waits_too_long_gives_its_slot_or_its_place_back() -> None:
     async def run(calls: Calls) -> None:
+        await calls.begin("a1", "a2", "a3")
+        calls._tasks["a1"].cancel()
+        await calls.end("a2")  # Its turn has come, and is not taken.
+        await calls.end("a1")
+        assert calls.running == ["a3"]
+        with pytest.raises(BusyError, match="try again later"):
+            async with calls.slots.slot("b", 0.01):
+                pass
+        await calls.end("a3")
         await calls.begin("a1", "b1", "c1")
         await calls.end("b1")
         await calls.end("a1")
@@ -120,30 +127,6 @@ def test_a_call_that_is_cancelled_gives_its_slot_or_its_place_back() -> None:
         assert calls.running == ["b1"]
         await calls.end("b1")
         assert not calls.slots._taken.total and not calls.slots._waiting
-
-    _run(1, 1, run)
-
-
-def test_a_call_goes_on_behind_one_that_was_cancelled() -> None:
-    async def run(calls: Calls) -> None:
-        await calls.begin("a1", "a2", "a3")
-        calls._tasks["a1"].cancel()
-        await calls.end("a2")  # Its turn has come, and is not taken.
-        await calls.end("a1")
-        assert calls.running == ["a3"]
-
-    _run(1, 1, run)
-
-
-def test_a_slot_that_does_not_come_in_time_is_an_error() -> None:
-    async def run(calls: Calls) -> None:
-        await calls.begin("a1")
-        with pytest.raises(BusyError, match="try again later"):
-            async with calls.slots.slot("b", 0.01):
-                pass
-        await calls.end("a1")
-        await calls.begin("c1")
-        assert calls.running == ["c1"]
 
     _run(1, 1, run)
 
@@ -291,3 +274,24 @@ def test_callers_wait_for_nothing_but_fair_slots() -> None:
         if isinstance(node, ast.Attribute) and node.attr in waits and ast.unparse(node.value) == "asyncio"
     }
     assert found == OWN_WAITS, "callers that wait for others: give each its turn, with FairSlots"
+
+
+def taken(shares: Shares, client: str, most: int) -> int:
+    """What a client gets that takes all that it may have, one by one."""
+    while shares.has_room(client, 1, most):
+        shares.add(client)
+    return shares.of(client)
+
+
+@pytest.mark.parametrize("most", [64, 1_024, 4_096])
+def test_clients_that_come_late_find_something(most: int) -> None:
+    shares, num_late = Shares(), min(128, most // RESERVE)
+    first = taken(shares, "first", most)
+    assert first == (most - most // RESERVE) // 2
+    for nth in range(num_late):
+        assert taken(shares, f"late {nth}", most) >= max(1, most // LEAST)
+    assert shares.total <= most
+    nameless, own = Shares(), Shares()
+    assert taken(nameless, "", most) == most and not nameless.has_room("late", 1, most)
+    own.add("a", 4)
+    assert own.has_room("a", 1, most, 5) and not own.has_room("a", 2, most, 5), "a client's own limit holds besides"
