@@ -81,13 +81,11 @@ def test_chunks_of_one_message_are_stored_in_steps(server: InProcessServer) -> N
 def test_leases_of_one_message_end_in_steps(server: InProcessServer, method: str) -> None:
     name = _filled(server, 1)
     lease = lambda: server.pool.lookup(name, [run_of(0)], prefix_only=True, lease_ttl_ms=60_000).lease_id  # noqa: E731
-    lease_ids = server.on_loop(lambda: [lease() for _ in range(NUM_LEASES)])
-    if method == "Release":
-        call = lambda: server.stub.Release(pb.ReleaseRequest(lease_ids=lease_ids), timeout=60)  # noqa: E731
-    else:
-        call = lambda: server.stub.Lookup(pb.LookupRequest(release=lease_ids), timeout=60)  # noqa: E731
-    step = _largest_step(server, lambda: len(server.pool.leases), call)
-    assert not len(server.pool.leases) and step < NUM_LEASES // 2
+    ids = server.on_loop(lambda: [lease() for _ in range(NUM_LEASES)])
+    request = pb.ReleaseRequest(lease_ids=ids) if method == "Release" else pb.LookupRequest(release=ids)
+    ask = getattr(server.stub, method)
+    assert _largest_step(server, lambda: len(server.pool.leases), lambda: ask(request, timeout=60)) < NUM_LEASES // 2
+    assert not len(server.pool.leases)
 
 
 @pytest.mark.parametrize(("chunk_bytes", "num_shards"), [(1, 64), (LARGE, 2)])
