@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +19,43 @@ import pytest
 from kvpool.client.block_io import Checksums, DrainBlocks, InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace, PendingLookup
-from kvpool.client.transport_choice import choose
+from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import (
     ChecksumError,
-    IncompatibleNamespaceError,
     IncompatibleReleaseError,
+    InvalidReplyError,
     InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
     OutOfSpaceError,
     PoolTimeoutError,
-    TransferError,
     UnavailableError,
     UnknownNamespaceError,
 )
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.replies import existence
+from kvpool.protocol.reports import REPORTER_BYTES, ReportRequest
 from kvpool.protocol.text import opened_text
-from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
-from kvpool.protocol.wire import encode_runs, encode_spec
+from kvpool.protocol.types import BlockRun, Chunk, LeasedSlots, Lookup, PoolKey, PutGrant, PutStatus, Quota, ShardRange
+from kvpool.protocol.wire import encode_spec
 from kvpool.transport.base import Buffers
 from kvpool.transport.segment import NAME
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool.version import __version__
 from kvpool_server.cache.limits import Limits
 from tests.conftest import Connect, StartServer
-from tests.support.faults import offer_elsewhere
+from tests.support.calls import BLOCK_BYTES, BYTES_BY_ID, SERVICE, Target, requests
 from tests.support.memory_files import arena_file
-from tests.support.processes import ServerProcess, clean_environment, wait_for
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
-from tests.support.vanishing_writer import CHUNK_BYTES as VANISHING_CHUNK_BYTES
 
 CHUNK = 512
 WHOLE = ShardRange(0, 1)
 GRANTED, PRESENT, BUSY = PutStatus
+ONE_TRANSPORT = pytest.mark.parametrize("client", ["shm"], indirect=True)
+"""Runs a test with one client only, because its calls reach no transport."""
 
 
 @pytest.fixture
@@ -110,10 +106,13 @@ def _has_expired(client: Client, namespace: Namespace, lease_id: int, run: Block
 
 
 def test_what_was_put_is_found_and_read(client: Client, namespace: Namespace) -> None:
-    run = _store(client, namespace, "a", "b", "c")
-    assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "abc"]
-    again = client.put_blocks(namespace, run, [payload(name, CHUNK) for name in "abc"])
-    assert again.statuses == (PRESENT,) * 3 and again.nbytes == 0
+    run, arrays = run_of(*"abcd"), [payload(name, CHUNK) for name in "abcd"]
+    a, b, c, d = arrays
+    blocks = [a, b.tobytes(), bytearray(c.tobytes()), memoryview(d.tobytes())]
+    assert client.put_blocks(namespace, run, blocks).receipt.num_complete == 4
+    assert _load(client, namespace, run) == [array.tobytes() for array in arrays]
+    again = client.put_blocks(namespace, run, blocks)
+    assert again.statuses == (PRESENT,) * 4 and again.nbytes == 0
 
 
 def test_blocks_are_located_in_as_many_calls_as_needed_and_read_as_one(client: Client, namespace: Namespace) -> None:
@@ -133,91 +132,13 @@ def test_blocks_are_located_in_as_many_calls_as_needed_and_read_as_one(client: C
     client.release([lease_id])
 
 
-def test_payloads_may_be_bytes_or_arrays(client: Client, namespace: Namespace) -> None:
-    array = payload("a", CHUNK)
-    for nth, content in enumerate([array, array.tobytes(), bytearray(array.tobytes()), memoryview(array.tobytes())]):
-        client.put_blocks(namespace, run_of(nth), [content])
-        assert _load(client, namespace, run_of(nth)) == [array.tobytes()]
-
-
-def test_both_transports_see_the_same_blocks(shm_client: Client, tcp_client: Client, spec: NamespaceSpec) -> None:
-    by_shm, by_tcp = shm_client.open_namespace(spec), tcp_client.open_namespace(spec)
-    assert (by_shm.transport.name, by_tcp.transport.name) == ("shm", "tcp")
-    assert _load(tcp_client, by_tcp, _store(shm_client, by_shm, "a")) == [payload("a", CHUNK).tobytes()]
-    assert _load(shm_client, by_shm, _store(tcp_client, by_tcp, "b")) == [payload("b", CHUNK).tobytes()]
-
-
-def test_a_lookup_that_fails_ends_no_other(client: Client, namespace: Namespace) -> None:
-    run = _store(client, namespace, "a")
-    unknown = dataclasses.replace(namespace, fingerprint=bytes(32))
-    bad = client.rpc.lookup_async(unknown, [run])
-    good = client.rpc.lookup_async(namespace, [run], lease=False)
-    with pytest.raises(UnknownNamespaceError):
-        bad.result(timeout_s=10)
-    found = good.result(timeout_s=10)
-    assert found is not None and found.hits[0].num_leading == 1
-
-
-def test_a_server_that_stops_answering_holds_a_lookup_to_its_deadline_and_its_late_answer_is_heard(
+def test_a_server_ends_at_once_while_clients_ask_or_have_idle_streams(
     pool_server: StartServer, connect: Connect
 ) -> None:
-    server = pool_server("--memory", "1MiB")
-    patient, client = connect(server), connect(server, timeout_ms=300)
-    namespace = patient.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
-    run = _store(patient, namespace, "a")
-    wait_for(lambda: _answers(client), "its connection")
-    late: list[int] = []
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        pending = client.rpc.lookup_async(namespace, [run])
-        assert pending.result(timeout_s=0.01) is None and not pending.done()
-        started = time.monotonic()
-        with pytest.raises(PoolTimeoutError):
-            pending.result()
-        assert time.monotonic() - started < 10 and pending.done()
-        for ask in (lambda: client.lookup(namespace, [run]), client.admin.ping):
-            with pytest.raises(PoolTimeoutError, match=f"kvpool-server at {server.endpoint} did not answer in time"):
-                ask()
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-
-    def release(answered: PendingLookup) -> None:
-        found = answered.result(0)
-        assert found is not None
-        late.append(found.lease_id)
-
-    pending.on_done(release)
-    wait_for(lambda: late, "the late answer")
-    assert patient.release(late) == 1
-
-
-def test_lookups_under_way_fail_when_the_server_dies_and_the_next_ones_find_its_successor(
-    pool_server: StartServer, connect: Connect
-) -> None:
-    spec = namespace_spec(group_spec(chunk_bytes=CHUNK))
-    server = pool_server()
-    endpoint = server.endpoint
-    client = connect(server, timeout_ms=20_000)
-    namespace = client.open_namespace(spec)
-    run = _store(client, namespace, "a")
-    os.kill(server.pid, signal.SIGSTOP)
-    pending = [client.rpc.lookup_async(namespace, [run]) for _ in range(3)]
-    server.kill()
-    for each in pending:
-        with pytest.raises(UnavailableError):
-            each.result(timeout_s=10)
-    again = pool_server("--listen", endpoint, "--drain-ms", "60000")
-    wait_for(lambda: _answers(client), "the client's reconnection")
-    with pytest.raises(UnknownNamespaceError):
-        client.lookup(namespace, [run])
-    assert client.lookup(client.open_namespace(spec), [run]).hits[0].num_leading == 0
-    started = time.monotonic()
-    again.stop()
-    assert time.monotonic() - started < 30, "an idle stream of lookups must not hold up the end"
-
-
-def test_a_server_ends_at_once_while_clients_ask(pool_server: StartServer) -> None:
     server = pool_server("--memory", "1MiB", "--drain-ms", "60000")
+    before, idle = set(threading.enumerate()), connect(server)
+    idle_namespace = idle.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    idle.lookup(idle_namespace, [run_of("a")])
     asked = threading.Semaphore(0)
 
     def ask() -> None:
@@ -239,46 +160,11 @@ def test_a_server_ends_at_once_while_clients_ask(pool_server: StartServer) -> No
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert taken_s < 30, "a lookup that was being answered holds up the end"
-
-
-def test_a_closed_client_leaves_no_thread(pool_server: StartServer) -> None:
-    server = pool_server("--memory", "1MiB")
-    before = set(threading.enumerate())
-    client = Client(ClientConfig(server.endpoint, timeout_ms=10_000))
-    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
-    client.lookup(namespace, [run_of("a")])
-    client.close()
-    wait_for(lambda: not set(threading.enumerate()) - before, "the client's threads to end")
+    assert taken_s < 30, "a stream of lookups holds up the end"
+    idle.close()
     with pytest.raises(UnavailableError, match="closed"):
-        client.lookup(namespace, [run_of("a")])
-
-
-def test_a_block_of_two_shards_becomes_visible_with_its_second_put_end(client: Client, namespace: Namespace) -> None:
-    run = run_of("a", "b", group_idx=1)
-    halves = {shard: [payload((name, shard), CHUNK) for name in "ab"] for shard in (0, 1)}
-    first = client.put_blocks(namespace, run, halves[0], shards=ShardRange(0, 1))
-    assert first.receipt == PutReceipt(num_committed=2, num_complete=0)
-    assert _leading(client, namespace, run) == 0
-    second = client.put_blocks(namespace, run, halves[1], shards=ShardRange(1, 1))
-    assert second.receipt == PutReceipt(num_committed=2, num_complete=2)
-    assert _leading(client, namespace, run) == 2
-
-    whole = [(a.tobytes() + b.tobytes()) for a, b in zip(halves[0], halves[1], strict=True)]
-    assert _load(client, namespace, run) == whole
-    lease_id = client.lookup(namespace, [run]).lease_id
-    upper = client.get_blocks(namespace, lease_id, run, shards=ShardRange(1, 1))
-    assert [block.tobytes() for block in upper if block is not None] == [half.tobytes() for half in halves[1]]
-    client.release([lease_id])
-
-
-def test_a_failing_fill_gives_the_space_back_and_reaches_the_caller(client: Client, namespace: Namespace) -> None:
-    def fill(indices: Sequence[int], buffers: Buffers) -> None:
-        raise ZeroDivisionError("no bytes today")
-
-    with pytest.raises(ZeroDivisionError, match="no bytes today"):
-        client.put(namespace, [run_of("a")], fill)
-    wait_for(lambda: client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the space")
+        idle.lookup(idle_namespace, [run_of("a")])
+    wait_for(lambda: not set(threading.enumerate()) - before, "the clients' threads to end")
 
 
 def test_bytes_may_be_on_their_way_until_their_checksums_are_asked_for(
@@ -371,83 +257,23 @@ def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServe
     assert not counters.get("expired_tickets", 0) and not counters.get("expired_leases", 0)
 
 
-def test_a_lookup_may_name_leases_that_end(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--memory", "1MiB")
-    client = connect(server)
-    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
-    run = _store(client, namespace, "a")
-    leases = [client.lookup(namespace, [run]).lease_id for _ in range(4)]
-    runs = encode_runs([run])
-    with grpc.insecure_channel(server.endpoint) as channel:
-        lookup = PoolStub(channel).Lookup  # type: ignore[no-untyped-call]
-        assert not lookup(pb.LookupRequest(release=[leases[0], leases[0], 0, (1 << 64) - 1]), timeout=10).hits
-        assert client.admin.stats().num_leases == 3
-        found = lookup(
-            pb.LookupRequest(release=leases[1:3], namespace=namespace.fingerprint, runs=runs, lease_ttl_ms=10_000),
-            timeout=10,
-        )
-        assert found.lease_id and client.admin.stats().num_leases == 2
-        for bad in (pb.LookupRequest(), pb.LookupRequest(release=[1] * 10_000)):
-            with pytest.raises(grpc.RpcError) as refused:
-                lookup(bad, timeout=10)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_every_reply_carries_the_boot_token(pool_server: StartServer, connect: Connect, spec: NamespaceSpec) -> None:
-    server = pool_server("--memory", "64MiB")  # A server of its own, which the last call stops.
-    with grpc.insecure_channel(server.endpoint) as channel:
-        _ask_everything(PoolStub(channel), connect(server, transport="shm"), spec)
-
-
-def _ask_everything(stub: PoolStub, client: Client, spec: NamespaceSpec) -> None:
-    namespace = client.open_namespace(spec)
-    run = pb.BlockRun(block_hashes=block_hash("a"))
-    one = pb.ShardRange(count=1)
-    grant = stub.PutStart(pb.PutStartRequest(namespace=namespace.fingerprint, runs=[run], shards=one), timeout=10)
-    piece = pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=bytes(CHUNK))
-    replies = [
-        grant,
-        stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(spec)), timeout=10),
-        stub.PutChunks(iter([piece]), timeout=10),
-        stub.PutEnd(pb.PutEndRequest(ticket_id=grant.ticket_id, checksums=[checksum(bytes(CHUNK))]), timeout=10),
-        stub.PutRevoke(pb.PutRevokeRequest(ticket_id=1), timeout=10),
-        found := stub.Lookup(
-            pb.LookupRequest(namespace=namespace.fingerprint, runs=[run], lease_ttl_ms=10_000), timeout=10
-        ),
-        located := stub.Get(
-            pb.GetRequest(lease_id=found.lease_id, namespace=namespace.fingerprint, runs=[run], shards=one), timeout=10
-        ),
-        *stub.GetChunks(
-            pb.GetChunksRequest(lease_id=found.lease_id, offsets=located.offsets, region_bytes=CHUNK), timeout=10
-        ),
-        stub.Release(pb.ReleaseRequest(lease_ids=[found.lease_id]), timeout=10),
-        stub.PutChunks(iter([pb.PutChunksRequest()]), timeout=10),
-        *stub.GetChunks(
-            pb.GetChunksRequest(keys=[pb.PoolKey(namespace=namespace.fingerprint, block_hash=block_hash("a"))]),
-            timeout=10,
-        ),
-        stub.Verify(pb.VerifyRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
-        stub.Remove(pb.RemoveRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
-        stub.Explain(pb.ExplainRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
-        stub.Hint(pb.HintRequest(namespace=namespace.fingerprint, runs=[run], kind=pb.HINT_KIND_EXPIRE), timeout=10),
-        stub.Exists(pb.ExistsRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
-        stub.Clear(pb.ClearRequest(namespace=namespace.fingerprint), timeout=10),
-        stub.Ping(pb.PingRequest(), timeout=10),
-        stub.WhoAmI(pb.WhoAmIRequest(), timeout=10),
-        stub.Stats(pb.StatsRequest(), timeout=10),
-        stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10),
-        stub.ListQuotas(pb.ListQuotasRequest(), timeout=10),
-        stub.SetQuotas(pb.SetQuotasRequest(), timeout=10),
-        stub.Report(pb.ReportRequest(reporter=bytes(16), sequence=1, namespaces=[namespace.fingerprint]), timeout=10),
-        stub.Ledger(pb.LedgerRequest(), timeout=10),
-        stub.Value(pb.ValueRequest(), timeout=10),
-    ]
-    streamed = stub.LookupStream(iter([pb.LookupRequest(namespace=namespace.fingerprint, runs=[run])]), timeout=10)
-    assert [reply.found.boot_token for reply in streamed] == [namespace.boot_token]
-    replies.append(stub.Drain(pb.DrainRequest(deadline_ms=1_000), timeout=10))
-    methods = [method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods if method.name != "LookupStream"]
-    assert {type(reply).DESCRIPTOR.name for reply in replies} == {method.output_type.name for method in methods}
-    assert {reply.boot_token for reply in replies} == {namespace.boot_token} and namespace.boot_token
+def test_every_reply_carries_the_boot_token(shm_client: Client) -> None:
+    """Drain's reply is checked where a server drains; PutChunks and GetChunks have one kind of reply for both uses."""
+    spec = namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES))
+    namespace = shm_client.open_namespace(spec)
+    _store(shm_client, namespace, "block", chunk_bytes=BLOCK_BYTES)
+    grant = shm_client.rpc.put_start(namespace, [run_of("written")], WHOLE)
+    lease_id = shm_client.lookup(namespace, [run_of("block")]).lease_id
+    leased = next(shm_client.rpc.locate(namespace, lease_id, [[run_of("block")]], WHOLE))
+    target = Target(namespace.fingerprint, lease_id, leased.offsets[0], grant.ticket_id, grant.offsets[0], spec)
+    for name, request in sorted(requests(target).items(), key=lambda named: named[0] not in BYTES_BY_ID):
+        if name in ("PutChunks", "Drain"):
+            continue
+        method = SERVICE.methods_by_name[name.split()[0]]
+        call = getattr(shm_client.rpc.stub, method.name)
+        reply = call(iter([request]) if method.client_streaming else request, timeout=10)
+        for each in reply if method.server_streaming else [reply]:
+            assert (each.found if name == "LookupStream" else each).boot_token == namespace.boot_token, name
 
 
 # Malformed requests
@@ -465,6 +291,7 @@ NAMING_BLOCKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", NAMING_BLOCKS)
+@ONE_TRANSPORT
 def test_every_method_that_names_blocks_refuses_names_that_are_none(
     stub: PoolStub, namespace: Namespace, method: str
 ) -> None:
@@ -485,73 +312,7 @@ def test_every_method_that_names_blocks_refuses_names_that_are_none(
         assert found is code and re.search(says, details), details
 
 
-def test_a_server_that_computes_fingerprints_in_another_way_is_refused(
-    client: Client, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(NamespaceSpec, "fingerprint", lambda self: bytes(32))
-    with pytest.raises(
-        IncompatibleReleaseError, match=r"compute different fingerprints .* install the same release of kvpool"
-    ):
-        client.open_namespace(spec)
-
-
-def test_a_mismatched_spec_is_refused_by_the_name_of_the_field(
-    client: Client, namespace: Namespace, spec: NamespaceSpec
-) -> None:
-    larger = dataclasses.replace(spec.groups[1], chunk_bytes=CHUNK + 1)
-    changed = dataclasses.replace(spec, kv_cache_dtype="fp8", groups=(spec.groups[0], larger))
-    says = "groups[1].chunk_bytes: 513 here, 512 there; kv_cache_dtype: 'fp8' here, '' there"
-    with pytest.raises(IncompatibleNamespaceError, match=re.escape(says)):
-        client.open_namespace(changed, expected_fingerprint=namespace.fingerprint)
-    assert client.open_namespace(spec, expected_fingerprint=namespace.fingerprint).fingerprint == namespace.fingerprint
-
-
-def test_bytes_that_are_no_message_fail_their_call_and_nothing_else(
-    shared_server: ServerProcess, stub: PoolStub
-) -> None:
-    with grpc.insecure_channel(shared_server.endpoint) as channel:
-        for method in ("Lookup", "OpenNamespace", "Ping"):
-            call = channel.unary_unary(f"/kvpool.v1.Pool/{method}")
-            _status(lambda call=call: call(b"\xff\xff\xff", timeout=10))
-        _status(lambda: channel.stream_unary("/kvpool.v1.Pool/PutChunks")(iter([b"\xff\xff\xff"]), timeout=10))
-    assert stub.Ping(pb.PingRequest(), timeout=10).version == __version__
-
-
-def test_a_write_or_read_of_nothing_moves_nothing(stub: PoolStub, client: Client, namespace: Namespace) -> None:
-    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
-    empty = pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0])
-    for messages in ([], [empty]):
-        assert stub.PutChunks(iter(messages), timeout=10).nbytes == 0
-    assert list(stub.GetChunks(pb.GetChunksRequest(lease_id=1), timeout=10)) == []
-    assert client.chunks.put([]) == () and client.chunks.get([]) == []
-
-
 # Tickets and leases
-
-
-def test_a_ticket_is_revoked_once_and_its_block_can_be_put_again(client: Client, namespace: Namespace) -> None:
-    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
-    assert client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (BUSY,)
-    assert client.rpc.put_revoke(grant.ticket_id) is True
-    assert client.rpc.put_revoke(grant.ticket_id) is False
-    with pytest.raises(LeaseExpiredError):
-        client.rpc.put_end(grant.ticket_id, [1])
-    _store(client, namespace, "a")
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_fill_that_outlives_its_ticket_is_an_error_and_stores_nothing(
-    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec, transport: str
-) -> None:
-    client = connect(shared_server, transport=transport, ticket_ttl_ms=1_000)  # It has to connect within.
-    namespace, run = client.open_namespace(spec), run_of(transport)
-
-    def slow(indices: Sequence[int], buffers: Buffers) -> None:
-        wait_for(lambda: client.rpc.put_start(namespace, [run], WHOLE).statuses == (GRANTED,), "the ticket's end")
-
-    with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
-        client.put(namespace, [run], slow)
-    assert _leading(client, namespace, run) == 0
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -573,26 +334,13 @@ def test_a_grant_that_is_seen_after_its_ticket_has_ended_is_not_filled(
     assert not filled
 
 
-def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec) -> None:
-    client = connect(shared_server, lease_ttl_ms=1)
-    namespace = client.open_namespace(spec)
-    run = _store(client, namespace, "a")
-    lease_id = client.lookup(namespace, [run]).lease_id
-    wait_for(lambda: _has_expired(client, namespace, lease_id, run), "the lease's end")
-    with pytest.raises(LeaseExpiredError, match=f"lease {lease_id:#x} is not live.*look up again"):
-        client.get_blocks(namespace, lease_id, run)
-    with pytest.raises(LeaseExpiredError):
-        client.get_blocks(namespace, 0, run)
-
-
-def test_a_lease_that_runs_out_during_the_read_is_an_error(
+def test_a_lease_that_has_run_out_is_an_error_after_and_before_the_read(
     shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
 ) -> None:
-    client = connect(shared_server, transport="shm", lease_ttl_ms=2_000)
+    client = connect(shared_server, transport="shm", lease_ttl_ms=1_000)
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a")
     lease_id = client.lookup(namespace, [run]).lease_id
-
     drained: list[int] = []
 
     def drain(indices: Sequence[int], buffers: Buffers) -> None:
@@ -602,88 +350,73 @@ def test_a_lease_that_runs_out_during_the_read_is_an_error(
     with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
         client.get(namespace, lease_id, [run], drain)
     assert drained == [0]
+    with pytest.raises(LeaseExpiredError, match=f"lease {lease_id:#x} is not live.*look up again"):
+        client.get_blocks(namespace, lease_id, run)
+    with pytest.raises(LeaseExpiredError):
+        client.get_blocks(namespace, 0, run)
 
 
-def test_a_get_of_several_groups_is_refused_before_it_is_sent(client: Client, namespace: Namespace) -> None:
+@ONE_TRANSPORT
+def test_calls_that_make_no_sense_are_refused_before_they_are_sent(
+    client: Client, namespace: Namespace, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, run = run_of("a", "b"), _store(client, namespace, "c", "d")
+    lease_id = client.lookup(namespace, [run]).lease_id
     says = r"the runs are of groups \[0, 1\]; a put or get moves blocks of one group"
     with pytest.raises(InvalidRequestError, match=says):
         client.get(namespace, 1, [run_of("a"), run_of("a", group_idx=1)], lambda *_: None)
-
-
-def test_payloads_of_a_wrong_size_or_number_are_refused_before_they_are_sent(
-    client: Client, namespace: Namespace
-) -> None:
-    with pytest.raises(
-        InvalidRequestError, match=f"payload 1 has {CHUNK - 1} bytes of uint8; the group's blocks have {CHUNK}"
+    for payloads, says in (
+        ([bytes(CHUNK), bytes(7)], f"payload 1 has 7 bytes of uint8; the group's blocks have {CHUNK}"),
+        ([bytes(CHUNK)], "1 payloads for 2 blocks"),
+        ([np.zeros(CHUNK // 2, np.uint16)] * 2, f"payload 0 has {CHUNK} bytes of uint16"),
     ):
-        client.put_blocks(namespace, run_of("a", "b"), [bytes(CHUNK), bytes(CHUNK - 1)])
-    with pytest.raises(InvalidRequestError, match="1 payloads for 2 blocks"):
-        client.put_blocks(namespace, run_of("a", "b"), [bytes(CHUNK)])
-    with pytest.raises(InvalidRequestError, match=f"payload 0 has {CHUNK} bytes of uint16"):
-        client.put_blocks(namespace, run_of("a"), [np.zeros(CHUNK // 2, np.uint16)])
-    assert client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "a ticket was left"
-
-
-@pytest.mark.parametrize(
-    "blocks",
-    [
+        with pytest.raises(InvalidRequestError, match=says):
+            client.put_blocks(namespace, pair, payloads)
+    in_place: list[list[Any]] = [
         [np.zeros(CHUNK, np.int64)] * 2,
-        [np.zeros(CHUNK // 2, np.uint16)] * 2,
         [np.zeros((CHUNK // 2, 2), np.uint8)] * 2,
         [np.zeros(2 * CHUNK, np.uint8)[::2]] * 2,
         [np.zeros(CHUNK, np.uint8), np.zeros(1, np.uint8)],
         [np.zeros(CHUNK, np.uint8)],
         [bytes(CHUNK)] * 2,
-    ],
-)
-def test_blocks_in_place_that_are_no_such_blocks_are_refused_and_harm_nobody(
-    client: Client, namespace: Namespace, blocks: list[Any]
-) -> None:
-    with pytest.raises(InvalidRequestError, match=r"for 2 blocks|uint8|not contiguous|it must have"):
-        client.put(namespace, [run_of("a", "b")], InPlace(blocks))
-    run = _store(client, namespace, "c", "d")
-    lease_id = client.lookup(namespace, [run]).lease_id
-    with pytest.raises(InvalidRequestError, match=r"for 2 blocks|uint8|not contiguous|it must have"):
-        client.get(namespace, lease_id, [run], InPlace(blocks))
+    ]
+    for blocks in in_place:
+        with pytest.raises(InvalidRequestError, match=r"for 2 blocks|uint8|not contiguous|it must have"):
+            client.put(namespace, [pair], InPlace(blocks))
+        with pytest.raises(InvalidRequestError, match=r"for 2 blocks|uint8|not contiguous|it must have"):
+            client.get(namespace, lease_id, [run], InPlace(blocks))
     with pytest.raises(InvalidRequestError, match="block 0 is read-only"):
         client.get(namespace, lease_id, [run], InPlace([np.frombuffer(bytes(CHUNK), np.uint8)] * 2))
     assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "cd"]
+    assert client.rpc.put_start(namespace, [pair], WHOLE).statuses == (GRANTED, GRANTED), "a ticket was left"
+    monkeypatch.setattr(NamespaceSpec, "fingerprint", lambda self: bytes(32))
+    with pytest.raises(IncompatibleReleaseError, match=r"compute different fingerprints .* install the same release"):
+        client.open_namespace(spec)
 
 
 # Faults
 
 
-def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: StartServer, connect: Connect) -> None:
+def test_a_writer_that_vanishes_leaks_nothing_and_blocks_nobody(pool_server: StartServer, connect: Connect) -> None:
+    """A killed writer is the same to the server: it watches no processes, and ends the ticket at its deadline."""
+    chunk_bytes = 1_000
     server = pool_server("--grace-ms", "300")
-    client = connect(server, transport="shm")
-    spec = namespace_spec(group_spec(chunk_bytes=VANISHING_CHUNK_BYTES))
-    namespace = client.open_namespace(spec)
-    run = run_of("a", "b")
-    writer = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.vanishing_writer", server.endpoint, spec.salt, "5000"],
-        stdout=subprocess.PIPE, text=True, env=clean_environment(PYTHONPATH=":".join(sys.path)),
-    )  # fmt: skip
-    assert writer.stdout is not None
-    try:
-        assert int(writer.stdout.readline()) != 0
-        assert client.rpc.put_start(namespace, [run], WHOLE).statuses == (BUSY, BUSY)
-    finally:
-        writer.kill()
-        writer.wait(10)
-        writer.stdout.close()
+    client, vanishing = connect(server), connect(server, ticket_ttl_ms=1_000)
+    namespace, run = client.open_namespace(namespace_spec(group_spec(chunk_bytes=chunk_bytes))), run_of("a", "b")
+    assert vanishing.rpc.put_start(namespace, [run], WHOLE).statuses == (GRANTED, GRANTED)
+    assert client.rpc.put_start(namespace, [run], WHOLE).statuses == (BUSY, BUSY)
 
     # While its ticket lives, other blocks can be put and its own answer at once that they are busy.
-    _store(client, namespace, "c", chunk_bytes=VANISHING_CHUNK_BYTES)
+    _store(client, namespace, "c", chunk_bytes=chunk_bytes)
     assert _leading(client, namespace, run) == 0
     # As soon as its ticket has expired the next writer gets fresh slots, with the old ones still in quarantine.
     wait_for(lambda: client.admin.stats().num_tickets == 0, "the end of the ticket")
-    again = client.put_blocks(namespace, run, [payload(name, VANISHING_CHUNK_BYTES) for name in "ab"])
-    assert again.receipt.num_complete == 2
-    assert _load(client, namespace, run) == [payload(name, VANISHING_CHUNK_BYTES).tobytes() for name in "ab"]
+    _store(client, namespace, "a", "b", chunk_bytes=chunk_bytes)
+    assert _load(client, namespace, run) == [payload(name, chunk_bytes).tobytes() for name in "ab"]
     # After the grace the space is back.
     wait_for(lambda: client.admin.stats().num_quarantined == 0, "the end of the grace")
     stats = client.admin.stats()
-    assert stats.free_bytes == stats.arena_bytes - 3 * VANISHING_CHUNK_BYTES
+    assert stats.free_bytes == stats.arena_bytes - 3 * chunk_bytes
     assert stats.counters["expired_tickets"] == 1
 
 
@@ -699,8 +432,7 @@ def test_a_corrupted_block_is_an_error_once_and_then_a_miss(
     client: Client, shared_server: ServerProcess, namespace: Namespace
 ) -> None:
     run = _store(client, namespace, "a", "b", "c")
-    bad = run_of("b")
-    _flip_a_byte(client, shared_server, namespace, bad)
+    _flip_a_byte(client, shared_server, namespace, run_of("b"))
     dropped = client.admin.stats().counters.get("corrupt_blocks", 0)
     lease_id = client.lookup(namespace, [run]).lease_id
     with pytest.raises(
@@ -713,15 +445,9 @@ def test_a_corrupted_block_is_an_error_once_and_then_a_miss(
     _store(client, namespace, "b")
     assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "abc"]
 
-
-def test_a_corrupted_block_is_a_miss_for_inline_gets_and_is_dropped(
-    client: Client, shared_server: ServerProcess, namespace: Namespace
-) -> None:
-    run = _store(client, namespace, "a")
-    _flip_a_byte(client, shared_server, namespace, run)
-    dropped = client.admin.stats().counters.get("corrupt_blocks", 0)
-    assert client.chunks.get([PoolKey(namespace.fingerprint, 0, block_hash("a"), 0)]) == [None]
-    assert client.admin.stats().counters["corrupt_blocks"] == dropped + 1
+    _flip_a_byte(client, shared_server, namespace, run_of("a"))
+    assert client.chunks.get([PoolKey(namespace.fingerprint, 0, block_hash("a"), 0)]) == [None], "an inline get misses"
+    assert client.admin.stats().counters["corrupt_blocks"] == dropped + 2
     assert _leading(client, namespace, run) == 0
 
 
@@ -786,27 +512,6 @@ def _answers(client: Client) -> bool:
     return True
 
 
-def test_an_address_that_does_not_resolve_is_named() -> None:
-    with (
-        Client(ClientConfig(endpoint="no-such-host.invalid:50051", timeout_ms=10_000, insecure_network=True)) as client,
-        pytest.raises((UnavailableError, PoolTimeoutError), match=r"kvpool-server at no-such-host\.invalid:50051"),
-    ):
-        client.admin.ping()
-
-
-def test_a_client_that_shares_no_memory_falls_back_to_the_stream_or_says_so(
-    shared_server: ServerProcess, connect: Connect
-) -> None:
-    client = connect(shared_server, transport="auto")
-    assert client.open_namespace(namespace_spec()).transport.name == "shm", "both sides see it"
-    offer = offer_elsewhere(client)
-    choice = choose(client.config, offer, client.rpc.channel)
-    with contextlib.closing(choice.transport):
-        assert choice.transport.name == "tcp"
-    with pytest.raises(TransferError, match="memory socket cannot be reached from here: Connection refused"):
-        choose(dataclasses.replace(client.config, transport="shm"), offer, client.rpc.channel)
-
-
 # Inline
 
 
@@ -816,6 +521,7 @@ def _chunk(namespace: Namespace, name: object, *, shard: int = 0, group_idx: int
     return Chunk(key, content, fields.pop("checksum", checksum(content)), **fields)
 
 
+@ONE_TRANSPORT
 def test_inline_chunks_come_back(client: Client, namespace: Namespace) -> None:
     chunks = [_chunk(namespace, "a"), _chunk(namespace, "b", parent_hash=block_hash("a"))]
     tickets_before = client.admin.stats().num_tickets
@@ -825,25 +531,21 @@ def test_inline_chunks_come_back(client: Client, namespace: Namespace) -> None:
     found = client.chunks.get([chunks[1].key, missing, chunks[0].key])
     assert found == [dataclasses.replace(chunks[1], parent_hash=b""), None, chunks[0]]
     assert client.admin.stats().num_tickets <= tickets_before, "an inline put left a ticket"
-
-
-def test_an_inline_block_is_found_when_its_last_shard_is_there(client: Client, namespace: Namespace) -> None:
     first, second = (_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (0, 1))
     client.chunks.put([first])
-    assert client.chunks.get([first.key]) == [None]
+    assert client.chunks.get([first.key]) == [None], "a block is found when its last shard is there"
     client.chunks.put([second])
     assert client.chunks.get([first.key, second.key]) == [first, second]
 
-
-def test_many_inline_chunks_travel_in_several_messages(client: Client) -> None:
     nbytes = 1 << 20
-    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=nbytes)))
-    chunks = [_chunk(namespace, name, payload=payload(name, nbytes).tobytes()) for name in range(9)]
-    assert client.chunks.put(chunks) == (GRANTED,) * 9
+    large = client.open_namespace(namespace_spec(group_spec(chunk_bytes=nbytes)))
+    chunks = [_chunk(large, name, payload=payload(name, nbytes).tobytes()) for name in range(9)]
+    assert client.chunks.put(chunks) == (GRANTED,) * 9, "several messages"
     assert client.chunks.get([chunk.key for chunk in chunks]) == chunks
-    client.admin.clear(namespace.fingerprint)
+    client.admin.clear(large.fingerprint)
 
 
+@ONE_TRANSPORT
 def test_an_inline_chunk_that_arrives_with_other_bytes_is_an_error(
     client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -859,46 +561,35 @@ def test_an_inline_chunk_that_arrives_with_other_bytes_is_an_error(
         client.chunks.get([chunk.key])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"payload": bytes(CHUNK - 1)}, InvalidRequestError, f"has {CHUNK - 1} bytes; group 0's chunks have {CHUNK}"),
-        ({"payload": b""}, InvalidRequestError, f"has 0 bytes; group 0's chunks have {CHUNK}"),
-        ({"checksum": 7}, ChecksumError, "the payload's xxh3-64 is not 0x7"),
-        ({"shard": 1}, InvalidRequestError, r"shards \[1, 2\) are not within the group's 1 shards"),
-        ({"group_idx": 5}, InvalidRequestError, "group_idx 5: the namespace has groups 0 to 1"),
-        ({"parent_hash": b"short"}, InvalidRequestError, "parent_hash has 5 bytes, not 32"),
-    ],
-)
-def test_bad_inline_chunks_are_refused_and_not_stored(
-    client: Client, namespace: Namespace, change: dict[str, Any], error: type[KVPoolError], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        client.chunks.put([_chunk(namespace, "a", **change)])
-    assert _leading(client, namespace, run_of("a")) == 0
-    assert client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,)
+BAD_PARTS: list[tuple[dict[str, Any], type[KVPoolError], str]] = [
+    ({"payload": bytes(CHUNK - 1)}, InvalidRequestError, f"has {CHUNK - 1} bytes; group 0's chunks have {CHUNK}"),
+    ({"payload": b""}, InvalidRequestError, f"has 0 bytes; group 0's chunks have {CHUNK}"),
+    ({"checksum": 7}, ChecksumError, "the payload's xxh3-64 is not 0x7"),
+    ({"parent_hash": b"short"}, InvalidRequestError, "parent_hash has 5 bytes, not 32"),
+]
+BAD_KEYS: list[tuple[dict[str, Any], type[KVPoolError], str]] = [
+    ({"block_hash": b"short"}, InvalidRequestError, "block_hash has 5 bytes, not 32"),
+    ({"namespace": b"short"}, InvalidRequestError, "namespace has 5 bytes, not 32"),
+    ({"namespace": bytes(32)}, UnknownNamespaceError, "open it first"),
+    ({"group_idx": 5}, InvalidRequestError, "group_idx 5: the namespace has groups 0 to 1"),
+    ({"shard": 1}, InvalidRequestError, r"shards \[1, 2\) are not within the group's 1 shards"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"block_hash": b"short"}, InvalidRequestError, "block_hash has 5 bytes, not 32"),
-        ({"namespace": b"short"}, InvalidRequestError, "namespace has 5 bytes, not 32"),
-        ({"namespace": bytes(32)}, UnknownNamespaceError, "open it first"),
-        ({"group_idx": 5}, InvalidRequestError, "group_idx 5: the namespace has groups 0 to 1"),
-        ({"shard": 1}, InvalidRequestError, r"shards \[1, 2\) are not within the group's 1 shards"),
-    ],
-)
-def test_bad_inline_keys_are_refused(
-    client: Client, namespace: Namespace, change: dict[str, Any], error: type[KVPoolError], says: str
-) -> None:
+@ONE_TRANSPORT
+def test_bad_inline_chunks_and_keys_are_refused_and_not_stored(client: Client, namespace: Namespace) -> None:
     chunk = _chunk(namespace, "a")
-    client.chunks.put([chunk])
-    bad = dataclasses.replace(chunk.key, **change)
-    with pytest.raises(error, match=says):
-        client.chunks.get([chunk.key, bad])
-    with pytest.raises(error, match=says):
-        client.chunks.put([dataclasses.replace(chunk, key=bad)])
+    for change, error, says in BAD_PARTS:
+        with pytest.raises(error, match=says):
+            client.chunks.put([_chunk(namespace, "a", **change)])
+    assert _leading(client, namespace, run_of("a")) == 0
+    assert client.chunks.put([chunk]) == (GRANTED,), "a ticket was left"
+    for change, error, says in BAD_KEYS:
+        bad = dataclasses.replace(chunk.key, **change)
+        with pytest.raises(error, match=says):
+            client.chunks.get([chunk.key, bad])
+        with pytest.raises(error, match=says):
+            client.chunks.put([dataclasses.replace(chunk, key=bad)])
 
 
 # Operations
@@ -910,6 +601,7 @@ def test_namespaces_say_who_opened_them_and_are_listed_without_a_look_at_every_e
     client = connect(server := pool_server())
     first = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=1)))
     client.put_blocks(first, run_of("a"), [payload("a", CHUNK)])
+    client.lookup(first, [run_of("a", "b")], lease=False)
     assert client.rpc.check(first) == 1
     # A host's name comes from outside: it must not break a line of a log, nor fill one.
     spec = namespace_spec()
@@ -922,59 +614,204 @@ def test_namespaces_say_who_opened_them_and_are_listed_without_a_look_at_every_e
     assert mine.opened_by == socket.gethostname() and (mine.num_entries, mine.nbytes) == (0, 0)
     assert theirs.opened_by == "host[31m" + "x" * 54
     assert re.fullmatch(r"opened by .*, \d+ (s|min) ago", opened_text(mine.opened_by, mine.age_seconds))
-    assert client.admin.namespaces()[0].num_entries == 1
+    used = client.admin.namespaces()[0]
+    assert (used.num_entries, used.lookup_blocks, used.lookup_hits) == (1, 2, 1)
+    assert used.age_seconds >= used.idle_seconds > 0 and not used.superseded and not used.tiers
+    client.open_namespace(dataclasses.replace(first.spec, weights_epoch="newer"))
+    assert client.admin.namespaces()[0].superseded
+    client.lookup(first, [run_of("a")])
+    assert not client.admin.namespaces()[0].superseded
 
 
-def test_a_namespace_tells_how_it_is_used(client: Client) -> None:
-    spec = namespace_spec(group_spec())
-    newer = dataclasses.replace(spec, weights_epoch="newer")
-    namespace = client.open_namespace(spec)
-    run = _store(client, namespace, "a", "b", chunk_bytes=256)
-    client.lookup(namespace, [run], lease=False)
-    client.lookup(namespace, [run_of("x", "y")], lease=False)
-
-    def told() -> pb.NamespaceInfo:
-        return next(info for info in client.admin.namespaces() if info.fingerprint == namespace.fingerprint)
-
-    assert (told().lookup_blocks, told().lookup_hits) == (4, 2)
-    info = told()
-    assert info.age_seconds >= info.idle_seconds > 0 and not info.superseded and not info.tiers
-    client.open_namespace(newer)
-    assert told().superseded
-    client.lookup(namespace, [run])
-    assert not told().superseded
-
-
-def test_quotas_are_set_listed_and_kept(client: Client) -> None:
-    spec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="bounded")
-    namespace = client.open_namespace(spec)
+def test_quotas_are_given_at_the_start_and_set_listed_and_kept(pool_server: StartServer, connect: Connect) -> None:
+    bound, full = (Quota("tenant:bounded", 4 * CHUNK), ("tenant:bounded", 4 * CHUNK, 4 * CHUNK))
+    client = connect(pool_server("--memory", "1MiB", "--quota", "tenant:a=64KiB", "--quota", "tenant:z=1000B"))
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="bounded"))
     _store(client, namespace, *range(8))
-    assert client.admin.set_quotas([Quota("tenant:bounded", 4 * CHUNK)]) == [
-        pb.Quota(subject="tenant:bounded", limit_bytes=4 * CHUNK, used_bytes=4 * CHUNK)
-    ]
+
+    def told(quotas: Iterable[pb.Quota]) -> list[tuple[str, int, int]]:
+        return [(quota.subject, quota.limit_bytes, quota.used_bytes) for quota in quotas]
+
+    given = [("tenant:a", 64 << 10, 0), ("tenant:z", 1_000, 0)]
+    assert told(client.admin.quotas()) == given
+    assert told(client.admin.set_quotas([bound])) == [given[0], full, given[1]]
     with pytest.raises(OutOfSpaceError, match=r"quota tenant:bounded = 2048 bytes: 5 blocks .* are more"):
         client.put_blocks(namespace, run_of(*"abcde"), [payload(name, CHUNK) for name in "abcde"])
     _store(client, namespace, "a", "b")
-    assert client.admin.quotas() == [pb.Quota(subject="tenant:bounded", limit_bytes=4 * CHUNK, used_bytes=4 * CHUNK)]
-    client.admin.set_quotas([Quota("tenant:a", CHUNK), Quota("tenant:z", CHUNK)])
-    told = [quota.subject for quota in client.admin.stats().quotas]
-    assert told == ["tenant:bounded", "tenant:a", "tenant:z"], "the fullest come first"
-    client.admin.set_quotas([Quota("tenant:a", 0), Quota("tenant:z", 0)])
+    assert told(client.admin.stats().quotas) == [full, *given], "the fullest come first"
+    assert told(client.admin.set_quotas([Quota("tenant:a", 0), Quota("tenant:z", 0)])) == [full]
     with pytest.raises(InvalidRequestError, match="quota subject 'bounded' is neither"):
         client.admin.set_quotas([Quota("tenant:bounded", 0), Quota("bounded", 1)])
-    assert len(client.admin.quotas()) == 1
+    assert told(client.admin.quotas()) == [full]
     assert client.admin.set_quotas([Quota("tenant:bounded", 0)]) == []
 
 
-def test_quotas_may_be_given_at_the_start(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--memory", "1MiB", "--quota", "tenant:a=64KiB", "--quota", "tenant:b=1000B")
-    assert connect(server).admin.quotas() == [
-        pb.Quota(subject="tenant:a", limit_bytes=64 << 10),
-        pb.Quota(subject="tenant:b", limit_bytes=1_000),
-    ]
+# Exists
 
 
-def test_ping_tells_version_and_uptime(client: Client) -> None:
-    pong = client.admin.ping()
-    version, uptime_s = pong.version, pong.uptime_seconds
-    assert version == __version__ and uptime_s > 0
+def test_exists_tells_what_an_engine_would_find_and_have_waited_and_leaves_no_trace(
+    pool_server: StartServer, connect: Connect
+) -> None:
+    block_bytes = 128 << 10
+    client = connect(pool_server("--memory", "1MiB", "--policy", "lru"))
+    groups = (
+        group_spec(chunk_bytes=block_bytes),
+        group_spec(chunk_bytes=block_bytes, kind="sliding_window", window_tokens=18),
+    )
+    namespace = client.open_namespace(namespace_spec(*groups))
+    name, runs = namespace.fingerprint, [run_of(*"abcd"), run_of(*"abcd", group_idx=1)]
+    for names in ("p", "q", "abcd"):
+        _store(client, namespace, *names, chunk_bytes=block_bytes)
+    assert client.exists(name, runs).usable_tokens == 0, "each group is needed"
+    for each in "bc":
+        client.put_blocks(namespace, run_of(each, group_idx=1), [payload(each, block_bytes)])
+    report = ReportRequest(
+        reporter=b"r" * REPORTER_BYTES, sequence=1, engine="host:1", namespaces=(name,), loaded_tokens=1_600,
+        load_seconds=0.5,
+    )  # fmt: skip
+    assert client.rpc.report(report, 5_000)
+
+    def counts() -> tuple[int, ...]:
+        (info,) = client.admin.namespaces()
+        stats = client.admin.stats()
+        return info.lookup_blocks, info.lookup_hits, stats.counters["lookups"], stats.counters["lookup_blocks"]
+
+    before = counts()
+    found = client.exists(name, runs)
+    assert (found.usable_tokens, found.load_seconds) == (48, pytest.approx(0.015))
+    assert [(hit.num_leading, hit.complete) for hit in found.hits] == [(4, 0b1111), (0, 0b0110)]
+    with pytest.raises(InvalidRequestError, match="a run has a parent_hash; give the blocks of a prompt from"):
+        client.exists(name, [run_of("b", parent="a")])
+    with pytest.raises(UnknownNamespaceError):
+        client.exists(block_hash("never opened"), [run_of("a")])
+    for _ in range(10):
+        client.exists(name, [run_of("p")])
+    assert counts() == before
+    _store(client, namespace, "e", chunk_bytes=block_bytes)
+    assert _leading(client, namespace, run_of("p")) == 0, "the eviction policy takes a question for a use"
+    assert _leading(client, namespace, run_of("q")) == 1 and counts() != before
+
+
+ONE_BLOCK = pb.RunHits(num_leading=1, complete=b"\x01")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pb.ExistsResponse(),
+        pb.ExistsResponse(hits=[pb.RunHits(num_leading=3)]),
+        pb.ExistsResponse(hits=[pb.RunHits()], usable_tokens=16),
+        *(pb.ExistsResponse(hits=[ONE_BLOCK], load_seconds=seconds) for seconds in (-1, float("nan"))),
+    ],
+)
+def test_answers_that_no_question_has_are_refused(reply: pb.ExistsResponse) -> None:
+    with pytest.raises(InvalidReplyError):
+        existence(reply, [BlockRun(0, [block_hash("a"), block_hash("b")])])
+
+
+# Loads whose lookup says where the blocks lie: no other call before the bytes, and never bytes of another block
+
+
+SHARDS = 4
+NAMES = ("a", "b", "c", "d", "e")
+SHARDED = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=SHARDS), group_spec(chunk_bytes=CHUNK))
+
+
+def _whole(name: str) -> bytes:
+    return bytes(payload(name, SHARDS * CHUNK))
+
+
+@pytest.fixture(params=["shm", "tcp", "grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Leasing:
+    """A server with blocks in it, and a client over one transport."""
+
+    def __init__(self, server: ServerProcess, connect: Connect, transport: str, **config: int):
+        self.client = connect(server, transport=transport, **config)
+        self.namespace = self.client.open_namespace(SHARDED)
+        blocks = [payload(name, SHARDS * CHUNK) for name in NAMES]
+        assert self.client.put_blocks(self.namespace, run_of(*NAMES), blocks).receipt.num_complete == len(NAMES)
+        self._before = dict(self.client.admin.stats().counters)
+
+    def lookup(self, *names: str, prefix_only: bool = True) -> Lookup:
+        return self.client.lookup(self.namespace, [run_of(*names)], prefix_only=prefix_only, locate=True)
+
+    def read(
+        self,
+        lease_id: int,
+        leased: LeasedSlots | None,
+        *names: str,
+        shards: ShardRange | None = None,
+        namespace: Namespace | None = None,
+    ) -> list[bytes]:
+        """The blocks' bytes, as far as `get` vouches for them; by default of the rig's namespace."""
+        blocks = [b""] * len(names)
+
+        def drain(indices: Sequence[int], buffers: Buffers) -> None:
+            for idx, buffer in zip(indices, buffers, strict=True):
+                blocks[idx] = bytes(buffer)
+
+        located = self.client.get(
+            namespace or self.namespace, lease_id, [run_of(*names)], drain, shards=shards, leased=leased
+        )
+        assert all(located.present)
+        return blocks
+
+    def counted(self, name: str) -> int:
+        """How much a counter has grown."""
+        return self.client.admin.stats().counters[name] - self._before.get(name, 0)
+
+
+@pytest.fixture
+def rig(shared_server: ServerProcess, connect: Connect, transport: str) -> Leasing:
+    return Leasing(shared_server, connect, transport)
+
+
+def test_a_load_asks_once_and_reads_what_was_stored(rig: Leasing) -> None:
+    found = rig.lookup("a", "b", "gone", "c", "d", "e", prefix_only=False)
+    assert rig.read(found.lease_id, found.leased(0, 4, 6), "d", "e") == [_whole("d"), _whole("e")]
+    assert found.leased(0, 1, 4) is None, "the answer does not say where a missing block lies"
+    for shards in (ShardRange(0, 1), ShardRange(1, 2), ShardRange(3, 1)):
+        mine = slice(shards.start * CHUNK, (shards.start + shards.count) * CHUNK)
+        assert rig.read(found.lease_id, found.leased(0, 0, 2), "a", "b", shards=shards) == [
+            _whole("a")[mine],
+            _whole("b")[mine],
+        ]
+    assert rig.counted("get_blocks") == 0
+    assert rig.counted("located_blocks") == len(NAMES)
+
+
+def test_slots_of_other_blocks_than_those_to_read_are_refused(rig: Leasing) -> None:
+    """A rank may have other weights than those that the scheduler looked up with."""
+    other = rig.client.open_namespace(namespace_spec(*SHARDED.groups, salt="another"))
+    found = rig.lookup(*NAMES)
+    with pytest.raises(InvalidRequestError, match="the leased slots are of namespace"):
+        rig.read(found.lease_id, found.leased(0, 0, len(NAMES)), *NAMES, namespace=other)
+    restarted = dataclasses.replace(rig.namespace, boot_token=rig.namespace.boot_token ^ 1)
+    with pytest.raises(LeaseExpiredError, match="another boot"):
+        rig.read(found.lease_id, found.leased(0, 0, len(NAMES)), *NAMES, namespace=restarted)
+    with pytest.raises(InvalidRequestError, match="2 leased slots for 3 blocks; give one a block"):
+        rig.read(found.lease_id, found.leased(0, 0, 2), "a", "b", "c")
+    run = run_of(*NAMES)
+    assert rig.client.lookup(rig.namespace, [run]).leased(0, 0, 1) is None, "nobody asked where the blocks lie"
+    assert rig.client.lookup(rig.namespace, [run], lease=False, locate=True).leased(0, 0, 1) is None
+
+
+def test_a_lease_that_expired_yields_nothing(shared_server: ServerProcess, connect: Connect, transport: str) -> None:
+    """A late answer counts from when it was asked; over TCP the server's own clock ends the permit as well."""
+    rig = Leasing(shared_server, connect, transport, lease_ttl_ms=100)
+    pending = rig.client.rpc.lookup_async(rig.namespace, [run_of(*NAMES)], locate=True)
+    asked_by = time.monotonic()
+    time.sleep(0.11)
+    found = pending.result(10)
+    assert found is not None and found.ends_at <= asked_by + found.lease_ttl_ms / 1000
+    leased = found.leased(0, 0, len(NAMES))
+    assert leased is not None
+    with pytest.raises(LeaseExpiredError):
+        rig.read(found.lease_id, leased, *NAMES)
+    if transport == "tcp":
+        with pytest.raises(KVPoolError, match="expired"):
+            rig.read(found.lease_id, dataclasses.replace(leased, ends_at=time.monotonic() + 60), *NAMES)
