@@ -44,57 +44,38 @@ def _round_trip(config: ClientConfig) -> str:
         return namespace.transport.name
 
 
-@pytest.mark.parametrize(
-    ("transport", "taken"), [("auto", "shm"), ("shm", "shm"), ("network", "grpc"), ("grpc", "grpc")]
-)
 def test_blocks_travel_through_a_unix_socket_alone(
-    transport: str, taken: str, pool_server: StartServer, path: str
+    pool_server: StartServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool_server("--unix-listen", path)
-    assert _round_trip(_config(path, transport=transport)) == taken
-
-
-def test_a_relative_path_is_as_good(pool_server: StartServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server = pool_server("--unix-listen", path)
+    for transport, taken in (("auto", "shm"), ("shm", "shm"), ("network", "grpc"), ("grpc", "grpc")):
+        assert _round_trip(_config(path, transport=transport)) == taken
+    done = run_command(str(Path(sys.executable).with_name("kvpool")), "ping", "--endpoint", f"unix:{path}")
+    assert done.returncode == 0 and "by shm: client and server share memory" in done.stdout
     monkeypatch.chdir(Path(path).parent)
-    assert _round_trip(_config(Path(path).name)) == "shm"
+    assert _round_trip(_config(Path(path).name)) == "shm", "a relative path is as good"
     assert json.dumps({"endpoint": f"unix:{path}"}, separators=(",", ":")) in server.stdout
 
 
-def test_a_client_that_gets_no_memory_goes_through_grpc_and_says_why(pool_server: StartServer, path: str) -> None:
+def test_sockets_of_a_killed_server_are_replaced_and_those_of_a_live_one_are_left_to_it(
+    pool_server: StartServer, path: str
+) -> None:
+    pool_server("--unix-listen", path).kill()
+    assert os.path.exists(path) and os.path.exists(memory_path(path))
     pool_server("--unix-listen", path)
-    os.unlink(memory_path(path))
+    assert _round_trip(_config(path)) == "shm"
+    for named in (memory_path(path), path):  # The memory socket is the first that a second server finds.
+        done = run_server(*NOWHERE, "--unix-listen", path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert f"another server listens on {named}; stop that server, or give --unix-listen another path" in done.stderr
+        if named != path:
+            os.unlink(named)
     with Client(_config(path)) as client:
         choice = client.admin.try_transport()
         with closing(choice.transport):
             assert choice.transport.name == "grpc" and choice.is_fallback
             assert f"{memory_path(path)!r} cannot be reached from here: No such file or directory" in choice.route
-    assert _round_trip(_config(path)) == "grpc"
-
-
-def test_ping_takes_a_unix_socket(pool_server: StartServer, path: str) -> None:
-    pool_server("--unix-listen", path)
-    done = run_command(str(Path(sys.executable).with_name("kvpool")), "ping", "--endpoint", f"unix:{path}")
-    assert done.returncode == 0 and "by shm: client and server share memory" in done.stdout
-
-
-def test_the_sockets_of_a_killed_server_are_replaced(pool_server: StartServer, path: str) -> None:
-    pool_server("--unix-listen", path).kill()
-    assert os.path.exists(path) and os.path.exists(memory_path(path))
-    pool_server("--unix-listen", path)
-    assert _round_trip(_config(path)) == "shm"
-
-
-@pytest.mark.parametrize("which", ["grpc", "memory"])
-def test_a_live_servers_socket_is_left_to_it(which: str, pool_server: StartServer, path: str) -> None:
-    pool_server("--unix-listen", path)
-    if which == "grpc":  # Its memory socket is the first that a second server would find.
-        os.unlink(memory_path(path))
-    done = run_server(*NOWHERE, "--unix-listen", path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    named = path if which == "grpc" else memory_path(path)
-    assert f"another server listens on {named}; stop that server, or give --unix-listen another path" in done.stderr
-    assert _round_trip(_config(path)) == ("grpc" if which == "grpc" else "shm")
+    assert _round_trip(_config(path)) == "grpc", "a client that gets no memory"
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir, lambda path: path.symlink_to("nowhere")])
@@ -107,30 +88,22 @@ def test_what_is_no_socket_is_not_replaced(make: object, path: str) -> None:
     assert not os.path.exists(memory_path(path)), "a server that did not start left a socket"
 
 
-def test_a_directory_that_is_not_there_is_one_sentence(socket_dir: Path) -> None:
-    done = run_server(*NOWHERE, "--unix-listen", str(socket_dir / "no" / "socket"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "see --unix-listen: No such file or directory; make its directory first" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (
-            "x" * (MAX_PATH_BYTES + 1),
-            f"has {MAX_PATH_BYTES + 1} bytes, and a Unix socket's path {MAX_PATH_BYTES} at most",
-        ),
-        ("ü" * (MAX_PATH_BYTES // 2 + 1), "at most; give a shorter path"),
+        ("ü" * (MAX_PATH_BYTES // 2 + 1), f"and a Unix socket's path {MAX_PATH_BYTES} at most; give a shorter path"),
         ("/run/", "is not the path of a Unix socket"),
         ("a\0b", "is not the path of a Unix socket"),
+        ("/no/such/socket", "see --unix-listen: No such file or directory; make its directory first"),
     ],
 )
 def test_paths_at_which_no_socket_can_be(bad: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        ClientConfig(f"unix:{bad}")
+    if "such" not in bad:  # The client cannot know which directories there will be.
+        with pytest.raises(ConfigError, match=says):
+            ClientConfig(f"unix:{bad}")
     if "\0" not in bad:
         done = run_server(*NOWHERE, "--unix-listen", bad)
-        assert done.returncode == 2 and says in done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
 
 
 def test_the_longest_path_serves(pool_server: StartServer, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
