@@ -7,13 +7,11 @@ import pytest
 import typer
 
 from kvpool.cli import app
-from kvpool.client.config import split_address
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.process.addresses import name_for_clients
 from kvpool_server.settings import config
 from kvpool_server.settings.config import ServerConfig, service_links
-from tests.conftest import StartServer
 from tests.support.processes import run_command, run_server, server_command
 
 KEYS = tuple(ServerConfig.model_fields)
@@ -38,7 +36,9 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
 
 
 def test_the_file_may_be_named_in_the_environment(toml: Path) -> None:
-    toml.write_text("grace_ms = 1\n")
+    toml.write_text('grace_ms = 1\nquota = ["tenant:a=1GiB", "namespace:0123456789ab=2GiB"]\n')
+    assert load({}, toml, {}).quota == ("tenant:a=1GiB", "namespace:0123456789ab=2GiB")
+    assert load({"quota": ["tenant:c=1B"]}, toml, {"KVPOOL_QUOTA": "tenant:b=1B"}).quota == ("tenant:c=1B",)
     assert load({}, None, {"KVPOOL_CONFIG": str(toml)}).grace_ms == 1
     assert load({"config": ""}, None, {"KVPOOL_CONFIG": str(toml)}).grace_ms == ServerConfig().grace_ms
     toml.write_text("grace_ms = -1\n")
@@ -49,31 +49,18 @@ def test_the_file_may_be_named_in_the_environment(toml: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("listen", "0.0.0.0:7", "0.0.0.0:7"),
+        ("listen", "[::1]:65535", "[::1]:65535"),
         ("http_listen", "", ""),
-        ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
+        ("data_listen", "", ""),
         ("unix_mode", "0660", "0660"),
         ("data_workers", 3, 3),
-        ("trust_domain", "corp.example", "corp.example"),
-        ("tokens", "tokens", "tokens"),
-        (
-            "limit",
-            ["leases=5", "spiffe://d/kvpool/a/router,leases=7"],
-            ("leases=5", "spiffe://d/kvpool/a/router,leases=7"),
-        ),
+        ("limit", ["leases=5", "spiffe://d/k/a/b,leases=7"], ("leases=5", "spiffe://d/k/a/b,leases=7")),
         ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),
         ("policy", "lru", "lru"),
         ("tier", ["file:/a,size=1GiB", "file:/b,size=2GiB"], ("file:/a,size=1GiB", "file:/b,size=2GiB")),
         ("quota", "tenant:a=1GiB,tenant:b=7B", ("tenant:a=1GiB", "tenant:b=7B")),
-        ("pin_budget", "3GiB", "3GiB"),
-        ("mooncake", "tcp", "tcp"),
-        ("kv_events", "tcp://0.0.0.0:5557", "tcp://0.0.0.0:5557"),
-        ("kv_events_replay", "ipc:///tmp/replay", "ipc:///tmp/replay"),
         ("kv_events_tenant", ["a=tcp://h:1,tcp://h:2", "b=ipc:///b"], ("a=tcp://h:1,tcp://h:2", "b=ipc:///b")),
-        ("kv_events_topic", "pool", "pool"),
-        ("kv_events_medium", "EXTERNAL", "EXTERNAL"),
-        ("record_bytes", "1MiB", 1 << 20),
     ],
 )
 def test_each_type_of_setting_can_come_from_each_source(name: str, value: Any, expected: Any, toml: Path) -> None:
@@ -88,15 +75,14 @@ def test_each_type_of_setting_can_come_from_each_source(name: str, value: Any, e
     ("key", "hint"),
     [("memry", r"did you mean memory\? "), ("verbose", ""), ("config", "")],  # A file names no other.
 )
-def test_an_unknown_key_in_the_file_is_an_error_that_names_the_nearest_one(key: str, hint: str, toml: Path) -> None:
+def test_an_unknown_key_is_an_error_that_names_the_nearest_one(key: str, hint: str, toml: Path) -> None:
     toml.write_text(f'{key} = "1"\n')
     with pytest.raises(ConfigError, match=rf"config file {toml}: unknown key {key}; {hint}see kvpool-server --help$"):
         load({}, toml, {})
-
-
-def test_an_unknown_variable_is_an_error_that_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"environment: unknown key KVPOOL_MEMRY; did you mean KVPOOL_MEMORY\?"):
         load({}, None, {"KVPOOL_MEMRY": "1", "PATH": "/bin"})
+    with pytest.raises(ConfigError, match="memry"):
+        load({"memry": 1}, None, {})
 
 
 LINKS = {
@@ -144,19 +130,6 @@ def test_a_typo_beside_links_and_a_link_of_no_service_are_errors(name: str, othe
         load({}, None, {**others, name: "1"})
 
 
-def test_a_server_beside_a_service_of_its_name_starts_and_says_what_it_ignores(pool_server: StartServer) -> None:
-    server = pool_server(environment=LINKS)
-    (line,) = (line for line in server.stderr.splitlines() if "Kubernetes" in line)
-    assert "KVPOOL_PORT_50051_TCP" in line and "info" in line
-
-
-def test_an_unknown_flag_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="memry"):
-        load({"memry": 1}, None, {})
-    done = run_server("--memry", "1GiB")
-    assert done.returncode == 2 and "--memry" in done.stderr
-
-
 def test_no_variable_that_a_command_reads_stops_a_server() -> None:
     def variables(command: Any) -> set[str]:
         own = {each.envvar for each in command.params if each.envvar}
@@ -167,61 +140,23 @@ def test_no_variable_that_a_command_reads_stops_a_server() -> None:
     assert load({}, None, dict.fromkeys(names, "no")) == load({}, None, {})
 
 
-def test_quotas_may_be_a_list(toml: Path) -> None:
-    toml.write_text('quota = ["tenant:a=1GiB", "namespace:0123456789ab=2GiB"]\n')
-    assert load({}, toml, {}).quota == ("tenant:a=1GiB", "namespace:0123456789ab=2GiB")
-    assert load({"quota": ["tenant:c=1B"]}, toml, {"KVPOOL_QUOTA": "tenant:b=1B"}).quota == ("tenant:c=1B",)
-
-
-@pytest.mark.parametrize(
-    "address", [("127.0.0.1:0", ("127.0.0.1", 0)), ("[::1]:65535", ("::1", 65535)), ("pool.local:1", ("pool.local", 1))]
-)
-def test_addresses(address: tuple[str, tuple[str, int]]) -> None:
-    assert split_address(address[0]) == address[1]
-    assert load({"listen": address[0]}, None, {}).listen == address[0]
-
-
-def test_all_but_grpc_can_be_switched_off() -> None:
-    settings = load({"http_listen": "", "data_listen": ""}, None, {})
-    assert settings.http_listen == settings.data_listen == ""
-    with pytest.raises(ConfigError, match="listen = ''"):
-        load({"listen": ""}, None, {})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("memory", size) for size in ("lots", "12XB", "-1GiB", "", "1023KiB", 0)),
-        ("max_ttl_ms", 3_600_001),
-        ("grace_ms", -1),
-        ("grace_ms", "soon"),
-        ("drain_ms", 600_001),
-        ("kv_events", "127.0.0.1:5557"),
-        ("kv_events", "tcp://5557"),
-        ("kv_events", "tcp://host:port"),
-        ("kv_events", "udp://127.0.0.1:5557"),
-        ("kv_events_replay", "ipc://"),
-        ("kv_events_tenant", "tcp://127.0.0.1:1"),
-        ("kv_events_tenant", "acme=tcp://h:1,tcp://h:2,tcp://h:3"),
-        ("kv_events_tenant", "acme=tcp://h"),
-        ("kv_events_tenant", "acme="),
-        ("kv_events_tenant", "_=tcp://h:1"),
-        ("kv_events_tenant", ["acme=tcp://h:1", "acme=tcp://h:2"]),
-        ("kv_events_topic", "kv@pool"),
-        ("kv_events_hashes", "hex"),
-        ("log_level", "loud"),
-        ("log_format", "xml"),
-    ],
-)
-def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name) as caught:
-        load({name: value}, None, {})
-    assert repr(value) in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
+        *(("memory", size, "") for size in ("lots", "12XB", "-1GiB", "", "1023KiB", 0)),
+        ("max_ttl_ms", 3_600_001, ""),
+        ("grace_ms", -1, ""),
+        ("grace_ms", "soon", ""),
+        ("drain_ms", 600_001, ""),
+        *(
+            ("kv_events", url, "")
+            for url in ("127.0.0.1:5557", "tcp://5557", "tcp://host:port", "udp://127.0.0.1:5557")
+        ),
+        ("kv_events_replay", "ipc://", ""),
+        ("kv_events_tenant", "tcp://127.0.0.1:1", ""),
+        ("kv_events_tenant", "acme=tcp://h:1,tcp://h:2,tcp://h:3", ""),
+        *(("kv_events_tenant", tenant, "") for tenant in ("acme=tcp://h", "acme=", "_=tcp://h:1")),
+        ("kv_events_tenant", ["acme=tcp://h:1", "acme=tcp://h:2"], ""),
         ("max_ttl_ms", "0", "not possible; give at least 100"),
         ("kv_events_buffer", "0", "not possible; give at least 1000"),
         ("data_workers", "65", "not possible; give at most 64"),
@@ -237,6 +172,7 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
             (name, address, f"{address!r} is not HOST:PORT")
             for name in ("listen", "http_listen", "data_listen")
             for address in ("localhost", ":50051", "host:", "host:port", "host:-1")
+            if name == "listen" or address == "localhost"
         ),
         ("data_listen", "host:65536", "65536 is not a port"),
         ("quota", ["acme=1GiB"], "quota subject 'acme' is neither tenant:NAME"),
@@ -262,25 +198,22 @@ def test_an_error_says_what_to_give(name: str, value: Any, fix: str) -> None:
     assert config.describe(name)[0] not in str(caught.value)
 
 
-def test_a_value_that_is_no_choice_is_told_the_choices() -> None:
-    with pytest.raises(ConfigError, match=rf"^unknown policy 'x' \(--policy\); choose {' or '.join(POLICIES)}$"):
-        load({"policy": "x"}, None, {})
-
-
-def test_a_bad_value_names_its_source(toml: Path) -> None:
-    toml.write_text('memory = "lots"\n')
-    for file, environment, source in ((toml, {}, str(toml)), (None, {"KVPOOL_MEMORY": "lots"}, "KVPOOL_MEMORY")):
-        with pytest.raises(ConfigError, match=source):
-            load({}, file, environment)
-
-
-def test_a_file_that_cannot_be_read_is_named(toml: Path) -> None:
+def test_a_bad_value_names_its_source_and_a_file_that_cannot_be_read_is_named(toml: Path) -> None:
     with pytest.raises(ConfigError, match=f"config file {toml}: No such file or directory; give --config a TOML file"):
         load({}, toml, {})
     for text in (b"memory 1GiB", b"\xff\xfe"):
         toml.write_bytes(text)
         with pytest.raises(ConfigError, match=f"config file {toml} is not TOML: "):
             load({}, toml, {})
+    toml.write_text('memory = "lots"\n')
+    for file, environment, source in ((toml, {}, str(toml)), (None, {"KVPOOL_MEMORY": "lots"}, "KVPOOL_MEMORY")):
+        with pytest.raises(ConfigError, match=source):
+            load({}, file, environment)
+    with pytest.raises(ConfigError, match=rf"^unknown policy 'x' \(--policy\); choose {' or '.join(POLICIES)}$"):
+        load({"policy": "x"}, None, {})
+    for choice in ("kv_events_hashes", "log_level", "log_format"):
+        with pytest.raises(ConfigError, match=rf"^unknown {choice} 'loud' \(--{choice.replace('_', '-')}\); choose "):
+            load({choice: "loud"}, None, {})
 
 
 def test_every_setting_has_a_description_and_a_flag() -> None:
@@ -300,8 +233,6 @@ def test_every_setting_has_a_description_and_a_flag() -> None:
         (["--kv-events-replay", "tcp://127.0.0.1:0"], {}, "give --kv-events, too"),
         (["--kv-events", "tcp://127.0.0.1:0", "--kv-events-key", "k"], {}, "--kv-events-subscribers; give both"),
         (["--kv-events-key", "k", "--kv-events-subscribers", "l"], {}, "protects nothing without events"),
-        (["--config", "/no/such.toml"], {}, "/no/such.toml"),
-        ([], {"KVPOOL_MEMRY": "1"}, "KVPOOL_MEMRY"),
         (["--unix-mode", "0600"], {}, "--unix-mode 0600 has no effect without a Unix socket; give --unix-listen PATH"),
     ],
 )
@@ -324,15 +255,12 @@ def test_a_pin_budget_is_a_share_of_the_memory(budget: str, share: float) -> Non
 @pytest.mark.parametrize(
     ("host", "names", "name"),
     [
-        ("10.0.0.1", (), "10.0.0.1"),
         ("0.0.0.0", (), "this-host"),
         ("0.0.0.0", ("kvpool.example.com", "this-host", "localhost"), "this-host"),
         ("::", ("localhost", "127.0.0.1", "::1", "*.example.com", "kvpool.example.com"), "kvpool.example.com"),
         ("10.0.0.1", ("kvpool.example.com", "localhost"), "kvpool.example.com"),
-        ("127.0.0.1", ("kvpool.example.com", "127.0.0.1"), "127.0.0.1"),
         ("127.0.0.1", ("kvpool.example.com", "localhost"), "localhost"),
         ("127.0.0.1", ("kvpool.example.com",), "127.0.0.1"),
-        ("0.0.0.0", ("localhost", "127.0.0.1"), "this-host"),
     ],
 )
 def test_clients_call_a_server_by_a_name_of_its_certificate(

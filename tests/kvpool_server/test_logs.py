@@ -9,13 +9,11 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import structlog
 
 from kvpool import Client, ClientConfig
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
@@ -26,6 +24,7 @@ from tests.conftest import StartServer
 from tests.support.certificates import DAY
 from tests.support.processes import run_command, run_server, unread_pipe, wait_for
 from tests.support.values import group_spec, namespace_spec
+from tests.support.workers import workers_of
 
 JSON = ("--log-format", "json")
 NO_PORTS = ("--http-listen", "", "--data-listen", "")
@@ -42,6 +41,9 @@ def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Pat
     server = pool_server(
         *JSON, "--tier", f"file:{tmp_path},size=64MiB,name=one", environment={"KVPOOL_LOG_LEVEL": "debug"}
     )
+    (worker,) = workers_of(server)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: "a data worker died" in server.stderr, "the log tells of it")
     server.terminate()
     assert server.wait() == 0
     assert server.stdout == ""
@@ -72,34 +74,22 @@ def test_a_call_does_not_fail_because_nobody_reads_the_log(log_format: str, has_
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--memory", "lots"), "kvpool-server: setting memory = 'lots'"),
-        (("--unix-listen", "/no/such/socket", "--memory", "1MiB", *NOWHERE), "/no/such/socket.memory"),
-        (("--tier", "file:/no/such,size=64MiB", "--memory", "1MiB", *NOWHERE), "/no/such does not exist"),
-        (("--config", "/no/such.toml"), "config file /no/such.toml"),
+        (("--unix-listen", "/no/such/socket", "--memory", "1MiB", *NOWHERE, *JSON), "/no/such/socket.memory"),
+        (("--tier", "file:/no/such,size=64MiB", "--memory", "1MiB", *NOWHERE, *JSON), "/no/such does not exist"),
+        (("--config", "/no/such.toml", *JSON), "config file /no/such.toml"),
+        (("--config", "FILE"), "unknown key memry"),
+        ((), "unknown key memry"),
     ],
 )
-def test_what_keeps_a_server_from_starting(flags: tuple[str, ...], says: str) -> None:
-    done = run_server(*flags, *JSON)
-    assert done.returncode == 2 and done.stdout == ""
-    assert any(says in record["event"] for record in _records(done.stderr))
-
-
-def test_a_setting_that_is_wrong_is_said_as_its_own_file_wants(tmp_path: Path) -> None:
+def test_what_keeps_a_server_from_starting_is_said_as_flags_environment_or_file_want(
+    flags: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
     file = tmp_path / "kvpool.toml"
     file.write_text('log_format = "json"\nmemry = 1\n')
-    for flags, environment in ((("--config", str(file)), {}), ((), {"KVPOOL_CONFIG": str(file)})):
-        (said,) = _records(run_server(*flags, **environment).stderr)
-        assert "unknown key memry" in said["event"] and said["level"] == "critical"
-
-
-def test_a_worker_that_dies(pool_server: StartServer) -> None:
-    server = pool_server(*JSON)
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    worker = next(pid for pid in children if "data_plane.worker" in Path(f"/proc/{pid}/cmdline").read_text())
-    os.kill(int(worker), signal.SIGKILL)
-    wait_for(lambda: "a data worker died" in server.stderr, "the log tells of it")
-    server.kill()
-    _records(server.stderr)
+    environment = {} if flags else {"KVPOOL_CONFIG": str(file)}
+    done = run_server(*(str(file) if flag == "FILE" else flag for flag in flags), **environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert any(says in record["event"] for record in _records(done.stderr))
 
 
 WARNS = """
@@ -152,20 +142,15 @@ def test_names_that_clients_chose_neither_begin_lines_nor_move_the_cursor() -> N
 @pytest.mark.parametrize(
     ("arguments", "environment", "wanted"),
     [
-        (["--log-format", "json"], {}, True),
-        (["--log-format=json"], {}, True),
-        (["--log-format=json", "--log-format", "console"], {}, False),
-        (["--log-format", "console"], {"KVPOOL_LOG_FORMAT": "json"}, False),
-        ([], {"KVPOOL_LOG_FORMAT": "json"}, True),
-        (["--log-format"], {}, False),
-        (["--config", "/no/such"], {}, False),
-        ([], {}, False),
+        (["--log-format=json"], "console", True),
+        (["--log-format=json", "--log-format", "console"], "json", False),
+        ([], "json", True),
+        (["--log-format"], "", False),
+        (["--config", "/no/such"], "", False),
     ],
 )
-def test_the_format_is_known_before_the_settings_are(
-    arguments: list[str], environment: dict[str, str], wanted: bool
-) -> None:
-    assert wants_json(arguments, environment) is wanted
+def test_the_format_is_known_before_the_settings_are(arguments: list[str], environment: str, wanted: bool) -> None:
+    assert wants_json(arguments, {"KVPOOL_LOG_FORMAT": environment}) is wanted
 
 
 def _logged(**fields: object) -> str:
@@ -176,13 +161,26 @@ def _logged(**fields: object) -> str:
     return repr((event.text, event.fields))
 
 
-def test_only_warnings_and_errors_are_kept_the_newest_first() -> None:
-    events = LogEvents()
-    for nth, level in enumerate(("debug", "info", "warning", "error", "critical", "exception")):
-        given = {"event": f"event {nth}"}
+def test_only_warnings_and_errors_are_kept_the_newest_first_and_repeated_ones_are_counted() -> None:
+    times = iter(range(10))
+    events = LogEvents(lambda: next(times))
+    for level in ("debug", "info", "warning", "error", "error", "critical", "exception"):
+        given = {"event": level}
         assert events.record(None, level, given) is given
-    kept = [(event.level, event.text) for event in events.latest()]
-    assert kept == [("error", "event 5"), ("error", "event 4"), ("error", "event 3"), ("warning", "event 2")]
+    logger = logging.getLogger("kvpool.test_log_events")
+    logger.addHandler(events)
+    try:
+        logger.info("no")
+        logger.warning("yes, %s", "indeed")
+    finally:
+        logger.removeHandler(events)
+    assert [(event.level, event.text, event.count, event.at) for event in events.latest()] == [
+        ("warning", "yes, indeed", 1, 5),
+        ("error", "exception", 1, 4),
+        ("error", "critical", 1, 3),
+        ("error", "error", 2, 2),
+        ("warning", "warning", 1, 0),
+    ]
 
 
 def test_events_are_few_and_short() -> None:
@@ -195,62 +193,19 @@ def test_events_are_few_and_short() -> None:
     assert all(len(value) <= MAX_CHARS for event in kept for _, value in event.fields)
 
 
-def test_an_event_that_repeats_is_counted() -> None:
-    times = iter(range(10))
-    events = LogEvents(lambda: next(times))
-    for tier in ("one", "one", "one", "two"):
-        events.add("error", "a tier has failed", {"tier": tier})
-    assert [(event.count, event.at) for event in events.latest()] == [(1, 3), (3, 2)]
+TOKEN = create_token(Principal(ALL_TENANTS, Role.METRICS), DAY)[0]
+JWT = "eyJhbGciOiJFUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.c2lnbmF0dXJl"
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        pytest.param(create_token(Principal(ALL_TENANTS, Role.METRICS), DAY)[0], id="token"),
-        pytest.param(secrets.token_hex(32), id="hexadecimal"),
-        pytest.param(secrets.token_urlsafe(32), id="base64"),
-        "eyJhbGciOiJFUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.c2lnbmF0dXJl",
-        "/etc/kvpool/pki/server/tls.key",
-        "~/.kvpool/token",
-        "/secret",
-    ],
-)
 @pytest.mark.parametrize("text", ["{}", "[Errno 13] Permission denied: '{}'", "key={};", "see {}, please", "({})"])
-def test_secrets_and_paths_are_not_shown(value: str, text: str) -> None:
-    told = text.format(value)
-    for shown in (_logged(error=told), _logged(event=told), _logged(why=[told])):
-        assert value not in shown and value.rpartition("/")[2] not in shown
-
-
-@pytest.mark.parametrize("name", ["path", "paths", "key", "token_file", "salt", "name_key", "directory", "exc_info"])
-def test_fields_that_name_secrets_are_left_out(name: str) -> None:
-    assert "hidden" not in _logged(**{name: "hidden"})
-
-
-def test_what_an_operator_needs_stays() -> None:
+def test_secrets_and_paths_are_not_shown_and_what_an_operator_needs_is(text: str) -> None:
+    random_texts = (secrets.token_hex(32), secrets.token_urlsafe(32))
+    for value in (TOKEN, JWT, *random_texts, "/etc/kvpool/pki/server/tls.key", "~/.kvpool/token", "/secret"):
+        told = text.format(value)
+        for shown in (_logged(error=told), _logged(event=told), _logged(why=[told])):
+            assert value not in shown and value.rpartition("/")[2] not in shown
+    for name in ("path", "paths", "key", "token_file", "salt", "name_key", "directory", "exc_info"):
+        assert "hidden" not in _logged(**{name: "hidden"})
     shown = _logged(tier="file", error="503 of https://issuer.example/keys", seconds=2.0, why="no space left on device")
     for part in ("it happened", "file", "503", "issuer.example", "2.0", "no space left on device"):
         assert part in shown
-
-
-def test_loggers_of_libraries_are_heard() -> None:
-    events = LogEvents()
-    logger = logging.getLogger("kvpool.test_log_events")
-    logger.addHandler(events)
-    try:
-        logger.info("no")
-        logger.warning("yes, %s", "indeed")
-    finally:
-        logger.removeHandler(events)
-    assert [(event.level, event.text) for event in events.latest()] == [("warning", "yes, indeed")]
-
-
-def test_any_thread_may_log() -> None:
-    events = LogEvents()
-    log = structlog.wrap_logger(structlog.testing.CapturingLogger(), processors=[events.record])
-    threads = [threading.Thread(target=lambda: [log.warning("said") for _ in range(200)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(event.count for event in events.latest()) == 800
