@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
+from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec
 from kvpool.protocol.reports import ReportRequest
 from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -92,52 +92,42 @@ def test_namespaces_of_one_model_and_tenant_add_up_to_one_pair(bench: Bench) -> 
     )
 
 
-def test_a_token_counts_once_in_however_many_groups_and_probes_it_is_asked_for(bench: Bench) -> None:
-    namespace = bench.open(FULL, WINDOW, model="m")
+def test_a_token_counts_once_in_however_many_groups_probes_and_stages_it_is_asked_for(bench: Bench) -> None:
+    def counted(model: str) -> tuple[int, ...]:
+        usage = bench.of(model)
+        return usage.lookup_tokens, usage.hit_tokens, usage.stored_bytes
+
+    namespace = bench.open(FULL, WINDOW, model="window")
     bench.put(namespace, "a", "b", "c")
     bench.put(namespace, "x", "b", "c", group_idx=1)
     runs = run_of("a", "b", "c", "d"), run_of("a", "b", "c", "d", group_idx=1)
     probes = run_of("z"), run_of("z", group_idx=1)
     bench.look_up(namespace, *runs, *probes, prefix_only=False)
-    usage = bench.of("m")
-    assert (usage.lookup_tokens, usage.hit_tokens) == (4 * TOKENS, 3 * TOKENS)
+    assert counted("window") == (4 * TOKENS, 3 * TOKENS, 6 * CHUNK)
 
-
-def test_tokens_that_one_group_lacks_are_no_hits(bench: Bench) -> None:
-    namespace = bench.open(FULL, FULL, model="m")
+    namespace = bench.open(FULL, FULL, model="full")
     bench.put(namespace, "a", "b")
     bench.put(namespace, "a", group_idx=1)
     bench.look_up(namespace, run_of("a", "b"), run_of("a", "b", group_idx=1))
-    assert bench.of("m").hit_tokens == TOKENS
+    assert counted("full") == (2 * TOKENS, TOKENS, 3 * CHUNK), "tokens that one group lacks are no hits"
 
-
-def test_pipeline_stages_are_asked_for_the_same_tokens_and_store_bytes_of_their_own(bench: Bench) -> None:
     for stage in (0, 1):
-        namespace = bench.open(model="m", num_pipeline_stages=2, pipeline_stage=stage)
+        namespace = bench.open(model="stages", num_pipeline_stages=2, pipeline_stage=stage)
         bench.put(namespace, "a")
         bench.look_up(namespace, run_of("a"))
-    usage = bench.of("m")
-    assert (usage.lookup_tokens, usage.hit_tokens, usage.stored_bytes) == (TOKENS, TOKENS, 2 * CHUNK)
+    assert counted("stages") == (TOKENS, TOKENS, 2 * CHUNK)
 
 
 def test_tokens_of_one_lookup_have_a_bound_whatever_a_block_is_said_to_have() -> None:
     spec = namespace_spec(group_spec(block_tokens=(1 << 32) - 1))
     namespace = PoolNamespace(spec, spec.fingerprint())
     run = BlockRun(0, [bytes(32)] * 65_536)
-    assert count_tokens(namespace, [run], [RunHits(65_536)]) == (MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
-    assert count_tokens(namespace, [run, run], [RunHits(65_536)] * 2) == (MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
+    for count in (1, 2):
+        counted = count_tokens(namespace, [run] * count, [RunHits(65_536)] * count)
+        assert counted == (MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
 
 
-def test_what_is_evicted_or_removed_is_held_no_more(bench: Bench) -> None:
-    namespace = bench.open(model="m")
-    bench.put(namespace, "a", "b")
-    bench.pool.remove(namespace.fingerprint, [run_of("b")])
-    assert (bench.of("m").held_bytes, bench.of("m").held_blocks) == (CHUNK, 1)
-    bench.pool.clear()
-    assert (bench.of("m").held_bytes, bench.of("m").stored_bytes) == (0, 2 * CHUNK)
-
-
-def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
+def test_blocks_that_are_located_count_as_loaded_and_what_is_removed_is_held_no_more(bench: Bench) -> None:
     namespace = bench.open(model="m")
     bench.put(namespace, "a", "b")
     found = finish(bench.pool.lookups.find(namespace.fingerprint, [run_of("a", "b")], True, lease_ttl_ms=1_000))
@@ -146,6 +136,11 @@ def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
     exported = {family.name: family.samples for family in usage_families(bench.usage.by_model_and_tenant())}
     assert [sample.value for sample in exported["kvpool_located_bytes"]] == [2 * CHUNK]
     assert "kvpool_loaded_bytes" not in exported, "the server does not know what engines load"
+    bench.pool.release([found.lease_id])
+    bench.pool.remove(namespace.fingerprint, [run_of("b")])
+    assert (bench.of("m").held_bytes, bench.of("m").held_blocks) == (CHUNK, 1)
+    bench.pool.clear()
+    assert (bench.of("m").held_bytes, bench.of("m").stored_bytes) == (0, 2 * CHUNK)
 
 
 def test_pairs_with_most_use_are_told_apart_and_the_rest_is_other(bench: Bench) -> None:
@@ -155,6 +150,13 @@ def test_pairs_with_most_use_are_told_apart_and_the_rest_is_other(bench: Bench) 
     usage = bench.usage.by_model_and_tenant()
     assert [each.model for each in usage] == [*(f"m{nth}" for nth in range(MAX_PAIRS + 4, 4, -1)), OTHER]
     assert usage[-1] == pb.UsageStats(tenant=OTHER, model=OTHER, lookup_tokens=sum(range(1, 6)) * TOKENS)
+
+    proving = Bench(has_tenants=True)  # No tenant can use up the labels of others.
+    for nth in range(MAX_PAIRS):
+        proving.look_up(proving.open(model=f"m{nth}", tenant="greedy"), run_of(*range(9)))
+    proving.look_up(proving.open(model="m", tenant="modest"), run_of("a"))
+    tenants = [each.tenant for each in proving.usage.by_model_and_tenant()]
+    assert tenants == ["greedy"] * MAX_PAIRS_OF_TENANT + ["modest", OTHER]
 
 
 def test_a_server_names_the_same_pairs_in_what_it_counts_and_in_what_engines_report(pool_server: StartServer) -> None:
@@ -172,15 +174,6 @@ def test_a_server_names_the_same_pairs_in_what_it_counts_and_in_what_engines_rep
         usage = client.admin.stats().server.usage
     assert len(usage) == MAX_PAIRS + 1
     assert all(each.lookup_tokens and each.saved_seconds for each in usage)
-
-
-def test_no_tenant_can_use_up_the_labels_of_others() -> None:
-    bench = Bench(has_tenants=True)
-    for nth in range(MAX_PAIRS):
-        bench.look_up(bench.open(model=f"m{nth}", tenant="greedy"), run_of(*range(9)))
-    bench.look_up(bench.open(model="m", tenant="modest"), run_of("a"))
-    tenants = [each.tenant for each in bench.usage.by_model_and_tenant()]
-    assert tenants == ["greedy"] * MAX_PAIRS_OF_TENANT + ["modest", OTHER]
 
 
 def test_no_count_goes_back_whatever_is_opened_used_and_closed() -> None:
@@ -206,19 +199,14 @@ def test_no_count_goes_back_whatever_is_opened_used_and_closed() -> None:
 
 def test_what_a_model_is_called_is_a_short_printable_label(bench: Bench) -> None:
     hostile = 'a\n"}\x00\u202e' + "x" * 10_000 + "end"
-    bench.look_up(bench.open(model=hostile), run_of("a"))
-    (usage,) = bench.usage.by_model_and_tenant()
+    bench.look_up(bench.open(model=hostile), run_of("a", "b"))
+    bench.look_up(bench.open(model=OTHER, tenant=OTHER), run_of("a"))
+    usage, other = bench.usage.by_model_and_tenant()
     assert len(usage.model) <= MAX_LABEL_CHARS
     assert usage.model.isprintable()
     assert usage.model.startswith("a") and usage.model.endswith("end")
     assert label_of("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
-
-
-def test_a_model_that_is_called_other_counts_as_other(bench: Bench) -> None:
-    bench.look_up(bench.open(model=OTHER, tenant=OTHER), run_of("a"))
-    assert [(each.tenant, each.model, each.lookup_tokens) for each in bench.usage.by_model_and_tenant()] == [
-        (OTHER, OTHER, TOKENS)
-    ]
+    assert (other.tenant, other.model, other.lookup_tokens) == (OTHER, OTHER, TOKENS)
 
 
 def test_measurements_are_no_use(bench: Bench) -> None:
@@ -229,13 +217,3 @@ def test_measurements_are_no_use(bench: Bench) -> None:
     bench.look_up(namespace, run_of("a"))
     assert not told and bench.usage.by_model_and_tenant() == []
     assert bench.pool.counters["lookup_blocks"] == 0 and bench.pool.counters["lookups"] == 1
-
-
-def test_no_lookup_or_put_reads_the_models_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a namespace is a measurement's is decided when it is opened."""
-    namespace = bench.open(model="m")
-    reads: list[NamespaceSpec] = []
-    monkeypatch.setattr(NamespaceSpec, "is_measurement", property(reads.append))
-    bench.put(namespace, "a")
-    bench.look_up(namespace, run_of("a"))
-    assert bench.of("m").stored_bytes == CHUNK and reads == []
