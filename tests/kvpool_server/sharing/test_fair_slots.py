@@ -38,7 +38,7 @@ OWN_WAITS = {
     "tiers/file/tier.py",
     "tiers/peers/directory.py",
     "tiers/peers/handover.py",
-    "tiers/peers/tier.py",
+    "tiers/peers/leases.py",
 }
 """Modules that wait for the server's own work, or of a caller that has its turn."""
 
