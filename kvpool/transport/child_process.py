@@ -24,7 +24,7 @@ from typing import Any
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """`python -m MODULE`, which imports from the same release as this process.
+    """`python -m MODULE PARENT_PID`, which imports from the same release as this process.
 
     Args:
         settings: the first line on the child's standard input; bytes travel as hex.
@@ -34,7 +34,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     def __init__(self, module: str, settings: Mapping[str, Any], pass_fds: Sequence[int], stdout: int | None = None):
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         super().__init__(
-            [sys.executable, "-P", "-m", module],
+            [sys.executable, "-P", "-m", module, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=stdout,
             pass_fds=pass_fds,
@@ -83,11 +83,12 @@ def wait_for_parent_end() -> None:
 
     Forks of the parent keep the pipe open, so the parent itself is watched as well, where the system can do that.
     """
-    pipe, ends = sys.stdin.fileno(), select.poll()
+    parent, pipe, ends = int(sys.argv[1]), sys.stdin.fileno(), select.poll()
     ends.register(pipe, select.POLLIN)
     with contextlib.suppress(OSError):
-        ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
-    while [fd for fd, _ in ends.poll()] == [pipe] and os.read(pipe, 4096):
+        ends.register(os.pidfd_open(parent), select.POLLIN)
+    # A parent that had ended before that left its number to another process, or to none.
+    while os.getppid() == parent and [fd for fd, _ in ends.poll()] == [pipe] and os.read(pipe, 4096):
         pass
 
 

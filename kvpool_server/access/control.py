@@ -202,6 +202,8 @@ def _parse_limit(text: str, domain: str | None) -> tuple[str, dict[str, int]]:
         key, _, value = part.partition("=")
         if key not in _LIMITS:
             raise InvalidRequestError(f"unknown limit {key!r}; the limits are {', '.join(_LIMITS)}")
+        if key in limits:
+            raise InvalidRequestError(f"{key} is given twice")
         if not value.isdecimal() or not 1 <= int(value) <= MAX_LIMIT:
             raise InvalidRequestError(f"{key}={value}; give a whole number, 1 to {MAX_LIMIT}")
         limits[key] = int(value)

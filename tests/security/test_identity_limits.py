@@ -70,6 +70,7 @@ def test_limits_are_of_all_identities_and_of_some() -> None:
     ("text", "told"),
     [
         ("leases=0", "leases=0; give a whole number"),
+        ("leases=5,leases=6", "leases is given twice"),
         ("leases=1.5", "leases=1.5; give a whole number"),
         (f"leases={(1 << 32) + 1}", "give a whole number, 1 to 4294967296"),
         ("acme,leases=5", "'acme' is not spiffe://"),
