@@ -40,8 +40,8 @@ from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.store import ENDED
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
+from kvpool_server.observability.page.site import Site
 from kvpool_server.observability.usage import Pairs, Usage
-from kvpool_server.page.site import Site
 from kvpool_server.process.addresses import EVERYWHERE, listening
 from kvpool_server.process.logs import LogEvents
 from kvpool_server.reports.engines import EngineReports

@@ -12,7 +12,7 @@ from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.page.site import INTERVAL_S, KEPT_S, MAX_TEXT_CHARS, Samples, findings, now_document
+from kvpool_server.observability.page.site import INTERVAL_S, KEPT_S, MAX_TEXT_CHARS, Samples, findings, now_document
 from tests.support.clock import FakeClock
 from tests.support.values import replaced
 

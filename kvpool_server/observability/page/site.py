@@ -60,7 +60,7 @@ NAMES = (
     "index.html", "page.css", "page.js", "panels.js", "charts.js", "chart.js", "samples.js", "format.js", "source.js",
     "uPlot/uPlot.iife.min.js", "uPlot/uPlot.min.css",
 )  # fmt: skip
-"""What is served of `kvpool_server/page/static`: index.html at /, the others under /page/."""
+"""What is served of `kvpool_server/observability/page/static`: index.html at /, the others under /page/."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Site:
 
 def read_static_files() -> dict[str, Response]:
     """The files by the path of their URL, as HTTP sends them."""
-    root = importlib.resources.files("kvpool_server.page") / "static"
+    root = importlib.resources.files("kvpool_server.observability.page") / "static"
     files = {}
     for name in NAMES:
         path = "/" if name == "index.html" else f"/page/{name}"
