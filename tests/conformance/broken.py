@@ -473,34 +473,37 @@ class ShutsDownOnce(ReferenceConnector):
         del self.shared
 
 
-# At rest: rules of `statics`
+# At rest
 
 
+@breaks("constructor-needs-no-kv-cache", scenario="at-rest")
 class WantsTheCacheAtOnce(ReferenceConnector):
     def shutdown(self) -> None:
         self.kv[0].zero_()
 
 
+@breaks("shutdown-ends-threads", scenario="at-rest")
 class LeavesAThread(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.stop = threading.Event()
-        if vllm_config.kv_transfer_config.kv_connector_extra_config.get("thread"):
-            threading.Thread(target=self.stop.wait, args=(10,), name="left alone", daemon=True).start()
+        threading.Thread(target=threading.Event().wait, args=(10,), name="left alone", daemon=True).start()
 
 
+@breaks("requires-kv-delivery-is-a-bool", scenario="at-rest")
 class DeliversPerhaps(ReferenceConnector):
     @property
     def requires_kv_delivery(self) -> bool:
         return None  # type: ignore[return-value]
 
 
+@breaks("required-layout-is-known", scenario="at-rest")
 class WantsItsOwnLayout(ReferenceConnector):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         return "BLOCKS_FIRST"
 
 
+@breaks("role-is-kept", scenario="at-rest")
 class SwapsItsRole(ReferenceConnector):
     @property
     def role(self) -> KVConnectorRole:

@@ -11,14 +11,14 @@ that block had been given away by then: a mark of the very block that is read me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.conformance.recorder import SCHEDULER, WORKER, Call, Recording, Watch
+from tests.conformance.contract import Contract
 from tests.support.toy.cache import Wrong
 from tests.support.toy.engine import Rank
 
@@ -26,35 +26,21 @@ NULL_BLOCK = 0
 _MAX_BLOCKS = 4096
 
 
-@dataclass(slots=True)
-class Window:
-    """Blocks of a load, open on the ranks that have not reported it."""
+class Ownership:
+    """The KV blocks of one engine, which are watched from `attach` on.
 
-    request_id: str
-    is_async: bool
-    blocks: frozenset[int]
-    ranks: set[int]
-
-
-class Ownership(Watch):
-    """One engine.
-
-    Args:
-        group_block_tokens: tokens of a block, one a KV-cache group.
+    Attributes:
+        pins: block -> references that the connector has taken.
     """
 
-    def __init__(self, recording: Recording, group_block_tokens: Sequence[int]):
-        self._recording = recording
-        self._group_block_tokens = group_block_tokens
+    def __init__(self, contract: Contract):
+        self.contract = contract
+        self.pins: dict[int, int] = {}
         self._pool: Any = None
         self._ranks: list[Rank] = []
         self._shadows: list[torch.Tensor] = []
-        self._windows: list[Window] = []
-        # Request -> tokens of the local hit, and whether the load that was offered beyond it is asynchronous.
-        self._matched: dict[str, tuple[int, bool]] = {}
-        self._given: dict[int, int] = {}
+        self._given: Counter[int] = Counter()
         self._new_blocks: list[int] = []
-        self.pins: dict[int, int] = {}
 
     def attach(self, pool: Any, ranks: Sequence[Rank]) -> None:
         """Starts to watch the engine's memory; called once the engine is complete."""
@@ -64,9 +50,8 @@ class Ownership(Watch):
 
         def allocate_marked(*args: Any, **kwargs: Any) -> Any:
             blocks = allocate(*args, **kwargs)
-            for block in blocks:
-                self._given[block.block_id] = self._given.get(block.block_id, 0) + 1
-                self._new_blocks.append(block.block_id)
+            self._new_blocks += [block.block_id for block in blocks]
+            self._given.update(block.block_id for block in blocks)
             return blocks
 
         pool.get_new_blocks = allocate_marked
@@ -74,30 +59,30 @@ class Ownership(Watch):
     # Around the hooks
 
     def references(self) -> list[int]:
+        """The reference count of each block."""
         return [block.ref_cnt for block in self._pool.blocks] if self._pool is not None else []
 
-    def after(self, call: Call) -> None:
-        self._compare(call.hook)
-        for block, delta in call.pinned.items():
+    def hook_ended(self, hook: str, references: Sequence[int]) -> dict[int, int]:
+        """Judges what a hook did to blocks; returns block -> references that it took (negative: gave back)."""
+        self._compare(hook)
+        pairs = enumerate(zip(references, self.references(), strict=True))
+        pinned = {block: now - then for block, (then, now) in pairs if now != then}
+        if NULL_BLOCK in pinned:
+            self.contract.broke("the-null-block-is-left-alone", f"{hook}: references {pinned[NULL_BLOCK]:+}")
+        for block, delta in pinned.items():
             self.pins[block] = self.pins.get(block, 0) + delta
             if self.pins[block] < 0 and delta < 0:
-                self._recording.note("foreign-reference", block=block, hook=call.hook)
+                self.contract.broke("references-are-ones-own", f"{hook} gave back a reference on block {block}")
             elif not self.pins[block]:
                 del self.pins[block]
-        if call.error is not None:
-            return
-        if call.side == SCHEDULER:
-            if call.hook == "get_num_new_matched_tokens":
-                self._matched[call.request_id] = (call.facts["num_computed_tokens"], bool(call.answer[1]))
-            elif call.hook == "update_state_after_alloc" and call.facts["num_external_tokens"]:
-                self._open(call)
-        elif call.side == WORKER and call.hook == "get_transfer_results":
-            self._close(call.rank, call.answer["finished_recving"])
+        return pinned
 
     # Around the forward pass
 
     def mark_new_blocks(self, rank: int) -> None:
         """Overwrites blocks allocated since the last step; called after the connector has handled preemptions."""
+        if not self._ranks:
+            return
         self._compare("between the hooks")
         for block in self._new_blocks:
             self._ranks[rank].cache.memory[:, block] = self._mark(block)
@@ -106,52 +91,37 @@ class Ownership(Watch):
             self._new_blocks = []
 
     def forward_begins(self, rank: int) -> None:
-        """Synchronous loads have ended."""
         self._compare("between the hooks")
-        for window in self._windows:
-            if not window.is_async:
-                window.ranks.discard(rank)
+        self.contract.synchronous_loads_ended(rank)
 
     def forward_ended(self, rank: int) -> None:
         self._shadows[rank].copy_(self._ranks[rank].cache.memory)
 
-    def explain(self, wrong: Wrong) -> str:
-        """Why attention read what it should not: "unwritten", "reused" or "wrong"."""
-        why = "wrong"
+    def read_wrong(self, request_id: str, wrong: Wrong) -> None:
+        """Attention read what it should not: finds the rule that this breaks."""
+        rule = "loads-bring-the-right-bytes"
         for read, wanted, block in zip(wrong.read, wrong.wanted, wrong.blocks, strict=True):
             for value in read[read != wanted].unique().tolist():
+                given, marked = divmod(-value - 2, _MAX_BLOCKS)
                 if value == self._mark(block):
-                    why = "unwritten"
-                elif value < -1 and 0 < (-value - 2) // _MAX_BLOCKS <= self._given.get((-value - 2) % _MAX_BLOCKS, 0):
-                    return "reused"
-        return why
+                    rule = "loads-are-whole-when-reported"
+                elif value < -1 and 0 < given <= self._given[marked]:
+                    self.contract.broke("stores-read-no-reused-block", f"{request_id}: {wrong}")
+                    return
+        self.contract.broke(rule, f"{request_id}: {wrong}")
 
     def _mark(self, block: int) -> int:
         return -(2 + block + _MAX_BLOCKS * self._given[block]) if block in self._given else -1
-
-    def _open(self, call: Call) -> None:
-        local, is_async = self._matched[call.request_id]
-        stop = local + call.facts["num_external_tokens"]
-        blocks: set[int] = set()
-        for block_tokens, table in zip(self._group_block_tokens, call.facts["blocks"], strict=True):
-            blocks.update(table[local // block_tokens : -(-stop // block_tokens)])
-        blocks.discard(NULL_BLOCK)
-        self._windows.append(Window(call.request_id, is_async, frozenset(blocks), set(range(len(self._ranks)))))
-        self._recording.note("load", request_id=call.request_id, is_async=is_async, blocks=frozenset(blocks))
-
-    def _close(self, rank: int, request_ids: Iterable[str]) -> None:
-        for window in self._windows:
-            if window.request_id in request_ids:
-                window.ranks.discard(rank)
-        self._windows = [window for window in self._windows if window.ranks]
 
     def _compare(self, when: str) -> None:
         for idx, (rank, shadow) in enumerate(zip(self._ranks, self._shadows, strict=True)):
             if np.array_equal(rank.cache.memory.numpy(), shadow.numpy()):  # torch.equal would wake all its threads.
                 continue
             changed = (rank.cache.memory != shadow).flatten(2).any(2).any(0).nonzero().flatten().tolist()
-            allowed = {block for window in self._windows if idx in window.ranks for block in window.blocks}
+            allowed = {block for load in self.contract.loads if idx in load.ranks for block in load.blocks}
             for block in changed:
                 if block not in allowed:
-                    self._recording.note("foreign-write", rank=idx, block=block, hook=when)
+                    self.contract.broke("only-loads-write", f"block {block} of rank {idx} changed, seen at {when}")
+                if block == NULL_BLOCK:
+                    self.contract.broke("the-null-block-is-left-alone", f"rank {idx} wrote it, seen at {when}")
             shadow.copy_(rank.cache.memory)

@@ -16,13 +16,12 @@ from tests.conformance.reference import ReferenceConnector
 
 @dataclass(frozen=True)
 class Subject:
-    """One connector under test.
+    """One connector under test, whose second engine finds what a first one has stored.
 
     Args:
         connector: name of the class; of a registered one if `module` is "".
         module: where the class is.
         extra: `kv_connector_extra_config`.
-        hits: whether a second engine finds what a first one stored.
         stall: while entered, its storage does not answer.
         spoil: from its call on, loads of what is stored fail.
         hook_limit_s: how long a hook may take.
@@ -33,9 +32,8 @@ class Subject:
     connector: str
     module: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    hits: bool = True
     stall: Callable[[], AbstractContextManager[Any]] = nullcontext
-    spoil: Callable[[], None] | None = None
+    spoil: Callable[[], None] = lambda: None
     hook_limit_s: float = 5.0
     drain_limit_s: float = 30.0
     specs: Sequence[KVCacheSpec] = ()
