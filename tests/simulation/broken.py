@@ -36,6 +36,20 @@ def variant(broken: Break) -> Break:
     return broken
 
 
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Break]:
+    """Makes a broken connector of a function that takes the place of another one, which it is given first."""
+
+    def add(replacement: Callable[..., Any]) -> Break:
+        def broken(patch: pytest.MonkeyPatch) -> None:
+            original = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
+
+        broken.__name__ = replacement.__name__
+        return variant(broken)
+
+    return add
+
+
 class _Longer:
     """A request that seems to have one token more."""
 
@@ -55,53 +69,37 @@ class _Forgetful(set[str]):
 # Blocks of the engine
 
 
-@variant
-def stores_do_not_pin(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StoreJobs, "blocks", lambda self, storing: [])
+@replaces(StoreJobs, "blocks")
+def stores_do_not_pin(original: Any, self: StoreJobs, storing: Any) -> list[int]:
+    return []
 
 
-@variant
-def blocks_are_free_once_the_first_rank_has_stored(patch: pytest.MonkeyPatch) -> None:
-    original = StoreJobs.reported
-
-    def reported(self: StoreJobs, job_id: int, ranks: int, has_failed: bool) -> None:
-        if job_id in self._storing:
-            original(self, job_id, self._num_ranks, has_failed)
-
-    patch.setattr(StoreJobs, "reported", reported)
+@replaces(StoreJobs, "reported")
+def blocks_are_free_once_the_first_rank_has_stored(
+    original: Any, self: StoreJobs, job_id: int, ranks: int, has_failed: bool
+) -> None:
+    if job_id in self._storing:
+        original(self, job_id, self._num_ranks, has_failed)
 
 
-@variant
-def blocks_are_stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
-    original = Stores._store_job
-
-    def store_job(self: Stores, tracked: TrackedRequest, num_tokens: int, *rest: Any) -> StoreJob | None:
-        return original(self, tracked, num_tokens + 16, *rest)
-
-    patch.setattr(Stores, "_store_job", store_job)
+@replaces(Stores, "_store_job")
+def blocks_are_stored_before_they_are_computed(
+    original: Any, self: Stores, tracked: TrackedRequest, num_tokens: int, *rest: Any
+) -> StoreJob | None:
+    return original(self, tracked, num_tokens + 16, *rest)  # type: ignore[no-any-return]
 
 
-@variant
-def pins_are_leaked_by_failed_stores(patch: pytest.MonkeyPatch) -> None:
-    original = TransferThread.take_ended
-
-    def take_ended(self: Any) -> list[tuple[Any, bool]]:
-        return [ended for ended in original(self) if ended[1] or not isinstance(self, SendThread)]
-
-    patch.setattr(TransferThread, "take_ended", take_ended)
+@replaces(TransferThread, "take_ended")
+def pins_are_leaked_by_failed_stores(original: Any, self: Any) -> list[tuple[Any, bool]]:
+    return [ended for ended in original(self) if ended[1] or not isinstance(self, SendThread)]
 
 
-@variant
-def stores_do_not_wait_for_the_forward_pass(patch: pytest.MonkeyPatch) -> None:
-    original = TransferThread.submit
-
-    def submit(self: TransferThread[Any], job: Any) -> None:
-        with pytest.MonkeyPatch.context() as early:
-            if isinstance(self, SendThread):
-                early.setattr(self._copier, "mark", lambda: 0)
-            original(self, job)
-
-    patch.setattr(TransferThread, "submit", submit)
+@replaces(TransferThread, "submit")
+def stores_do_not_wait_for_the_forward_pass(original: Any, self: TransferThread[Any], job: Any) -> None:
+    with pytest.MonkeyPatch.context() as early:
+        if isinstance(self, SendThread):
+            early.setattr(self._copier, "mark", lambda: 0)
+        original(self, job)
 
 
 @variant
@@ -153,27 +151,21 @@ def drafts_are_stored_under_the_names_that_come_true(patch: pytest.MonkeyPatch) 
     patch.setattr(SendThread, "_transfer", transfer_named)
 
 
-@variant
-def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.MonkeyPatch) -> None:
-    original = StoreJobs._drop
-
-    def drop(self: StoreJobs, storing: Any) -> None:
-        original(self, storing)
-        if storing.sent_step:
-            blocks = self.blocks
-            self._block_pool.free_blocks(blocks(storing))
-            self.blocks = lambda each: [] if each is storing else blocks(each)  # type: ignore[method-assign]
-
-    patch.setattr(StoreJobs, "_drop", drop)
+@replaces(StoreJobs, "_drop")
+def dropped_stores_are_free_before_every_rank_has_ended_them(original: Any, self: StoreJobs, storing: Any) -> None:
+    original(self, storing)
+    if storing.sent_step:
+        blocks = self.blocks
+        self._block_pool.free_blocks(blocks(storing))
+        self.blocks = lambda each: [] if each is storing else blocks(each)  # type: ignore[method-assign]
 
 
 # Hits
 
 
-@variant
-def a_hit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
-    original = Admission.boundary
-    patch.setattr(Admission, "boundary", lambda self, request, local: original(self, _Longer(request), local))
+@replaces(Admission, "boundary")
+def a_hit_covers_the_whole_prompt(original: Any, self: Admission, request: Any, local: int) -> Any:
+    return original(self, _Longer(request), local)
 
 
 @variant
@@ -192,79 +184,55 @@ def states_are_named_by_position(patch: pytest.MonkeyPatch) -> None:
 # Loads
 
 
-@variant
-def a_failed_load_is_looked_up_again(patch: pytest.MonkeyPatch) -> None:
-    original = KVPoolScheduler.__init__
-
-    def init(self: KVPoolScheduler, *arguments: Any) -> None:
-        original(self, *arguments)
-        self._failed = _Forgetful()
-
-    patch.setattr(KVPoolScheduler, "__init__", init)
+@replaces(KVPoolScheduler, "__init__")
+def a_failed_load_is_looked_up_again(original: Any, self: KVPoolScheduler, *arguments: Any) -> None:
+    original(self, *arguments)
+    self._failed = _Forgetful()
 
 
-@variant
-def a_failed_load_counts_as_done(patch: pytest.MonkeyPatch) -> None:
-    original = ReceiveThread._transfer
-
-    def transfer(self: ReceiveThread, job: LoadJob, mark: Any) -> bool:
-        original(self, job, mark)
-        return True
-
-    patch.setattr(ReceiveThread, "_transfer", transfer)
+@replaces(ReceiveThread, "_transfer")
+def a_failed_load_counts_as_done(original: Any, self: ReceiveThread, job: LoadJob, mark: Any) -> bool:
+    original(self, job, mark)
+    return True
 
 
-@variant
-def blocks_that_are_gone_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
-    original = ReceiveThread._get
-    patch.setattr(ReceiveThread, "_get", lambda self, *arguments: original(self, *arguments) * 0)
+@replaces(ReceiveThread, "_get")
+def blocks_that_are_gone_count_as_loaded(original: Any, self: ReceiveThread, *arguments: Any) -> Any:
+    return original(self, *arguments) * 0
 
 
-@variant
-def loads_are_reported_twice(patch: pytest.MonkeyPatch) -> None:
-    def take_ended(self: Any) -> list[tuple[Any, bool]]:
-        ended = list(self._ended)
-        if isinstance(self, SendThread) or len(ended) > 1:
-            self._ended.clear()
-        return ended
-
-    patch.setattr(TransferThread, "take_ended", take_ended)
+@replaces(TransferThread, "take_ended")
+def loads_are_reported_twice(original: Any, self: Any) -> list[tuple[Any, bool]]:
+    ended = list(self._ended)
+    if isinstance(self, SendThread) or len(ended) > 1:
+        self._ended.clear()
+    return ended
 
 
-@variant
-def failed_loads_are_never_reported(patch: pytest.MonkeyPatch) -> None:
-    original = TransferThread.take_ended
-
-    def take_ended(self: Any) -> list[tuple[Any, bool]]:
-        return [ended for ended in original(self) if ended[1] or isinstance(self, SendThread)]
-
-    patch.setattr(TransferThread, "take_ended", take_ended)
+@replaces(TransferThread, "take_ended")
+def failed_loads_are_never_reported(original: Any, self: Any) -> list[tuple[Any, bool]]:
+    return [ended for ended in original(self) if ended[1] or isinstance(self, SendThread)]
 
 
-@variant
-def checksums_say_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ChunkSums, "add", lambda self, first, regions: None)
+@replaces(ChunkSums, "add")
+def checksums_say_nothing(original: Any, *arguments: Any) -> None:
+    """No block is compared with what was stored."""
 
 
-@variant
-def a_restart_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PoolRpc, "check_boot", lambda self, namespace, boot_token: None)
+@replaces(PoolRpc, "check_boot")
+def a_restart_goes_unnoticed(original: Any, *arguments: Any) -> None:
+    """No call is refused."""
 
 
-@variant
-def the_first_block_of_a_load_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    original = Loads.parts
-
-    def load_parts(self: Loads, *arguments: Any) -> list[GroupBlocks] | None:
-        parts = original(self, *arguments)
-        for part in parts or ():
-            (run,) = part.runs
-            if len(run) > 1:
-                part.runs = [BlockRun(run.group_idx, run.block_hashes[1:], run.block_hashes[0])]
-                part.block_ids = [row[1:] for row in part.block_ids]
-        return parts
-
-    patch.setattr(Loads, "parts", load_parts)
+@replaces(Loads, "parts")
+def the_first_block_of_a_load_is_left_out(original: Any, self: Loads, *arguments: Any) -> list[GroupBlocks] | None:
+    parts: list[GroupBlocks] | None = original(self, *arguments)
+    for part in parts or ():
+        (run,) = part.runs
+        if len(run) > 1:
+            part.runs = [BlockRun(run.group_idx, run.block_hashes[1:], run.block_hashes[0])]
+            part.block_ids = [row[1:] for row in part.block_ids]
+    return parts
 
 
 @variant
@@ -286,63 +254,43 @@ def jobs_are_reported_before_they_end(patch: pytest.MonkeyPatch) -> None:
 # Leases and lookups
 
 
-@variant
-def leases_of_loads_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lookups, "release", lambda self, lease_ids: None)
+@replaces(Lookups, "release")
+def leases_of_loads_are_kept(original: Any, *arguments: Any) -> None:
+    """Nothing is released."""
 
 
-@variant
-def leases_of_late_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lookups, "_release_late", lambda self, session, pending: None)
+@replaces(Lookups, "_release_late")
+def leases_of_late_answers_are_kept(original: Any, *arguments: Any) -> None:
+    """Nothing is released."""
 
 
-@variant
-def leases_of_earlier_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    original = Lookups._keep
-
-    def keep(self: Lookups, lookup: Any, answers: Any) -> None:
-        lookup.lease_ids = ()
-        original(self, lookup, answers)
-
-    patch.setattr(Lookups, "_keep", keep)
+@replaces(Lookups, "_keep")
+def leases_of_earlier_answers_are_kept(original: Any, self: Lookups, lookup: Any, answers: Any) -> None:
+    lookup.lease_ids = ()
+    original(self, lookup, answers)
 
 
-@variant
-def aborted_requests_keep_their_lookup(patch: pytest.MonkeyPatch) -> None:
-    original = KVPoolScheduler.request_finished
-
-    def request_finished(self: KVPoolScheduler, request: Any, tables: Any) -> None:
-        with pytest.MonkeyPatch.context() as without:
-            without.setattr(self.admission, "discard", lambda request_id: None)
-            original(self, request, tables)
-
-    patch.setattr(KVPoolScheduler, "request_finished", request_finished)
+@replaces(KVPoolScheduler, "request_finished")
+def aborted_requests_keep_their_lookup(original: Any, self: KVPoolScheduler, request: Any, tables: Any) -> None:
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(self.admission, "discard", lambda request_id: None)
+        original(self, request, tables)
 
 
 # Ranks and namespaces
 
 
-@variant
-def every_rank_stores_the_first_shards(patch: pytest.MonkeyPatch) -> None:
-    original = worker.rank_shards
-
-    def rank_shards(group: Any, tp_rank: int, tp_size: int) -> Any:
-        mine = original(group, tp_rank, tp_size)
-        return replace(mine, shards=ShardRange(0, mine.shards.count))
-
-    patch.setattr(worker, "rank_shards", rank_shards)
+@replaces(worker, "rank_shards")
+def every_rank_stores_the_first_shards(original: Any, group: Any, tp_rank: int, tp_size: int) -> Any:
+    mine = original(group, tp_rank, tp_size)
+    return replace(mine, shards=ShardRange(0, mine.shards.count))
 
 
-@variant
-def one_store_in_pieces_begins_at_its_first_block_each_time(patch: pytest.MonkeyPatch) -> None:
-    original = transfer.GroupBlocks.pieces
-    patch.setattr(
-        transfer.GroupBlocks,
-        "pieces",
-        lambda self, max_blocks: ((0, runs) for _, runs in original(self, max_blocks)),
-    )
+@replaces(transfer.GroupBlocks, "pieces")
+def one_store_in_pieces_begins_at_its_first_block_each_time(original: Any, self: Any, max_blocks: int) -> Any:
+    return ((0, runs) for _, runs in original(self, max_blocks))
 
 
-@variant
-def a_reset_keeps_what_was_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(resets.Resets, "reset", lambda self: True)
+@replaces(resets.Resets, "reset")
+def a_reset_keeps_what_was_stored(original: Any, self: Any) -> bool:
+    return True
