@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.clock import FakeClock
@@ -215,12 +216,8 @@ class DeterministicRuntime:
             def wait(self, timeout: float = inf) -> bool:
                 return runtime.wait(self.is_set, runtime.clock.now + timeout)
 
-        class Module:
-            Lock = staticmethod(threading.Lock)  # Never held while a thread waits.
-            current_thread = staticmethod(lambda: None)
-
-        Module.Thread, Module.Event = Thread, Event  # type: ignore[attr-defined]
-        return Module
+        # A lock is never held while a thread waits.
+        return SimpleNamespace(Thread=Thread, Event=Event, Lock=threading.Lock, current_thread=lambda: None)
 
     def queue(self) -> Any:
         """What `vllm_plugin` uses of the module `queue`."""
@@ -240,20 +237,11 @@ class DeterministicRuntime:
                 runtime.wait(lambda: bool(self._items))
                 return self._items.popleft()
 
-        class Module:
-            pass
-
-        Module.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]
-        return Module
+        return SimpleNamespace(SimpleQueue=SimpleQueue)
 
     def time(self) -> Any:
         """What is used of the module `time`."""
-
-        class Module:
-            monotonic = staticmethod(self.clock)
-            perf_counter = staticmethod(self.clock)
-
-        return Module
+        return SimpleNamespace(monotonic=self.clock, perf_counter=self.clock)
 
     def join(self, coroutine: Coroutine, timeout_s: float) -> None:
         """Waits for a thread's end, which must come in time."""

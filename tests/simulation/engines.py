@@ -6,8 +6,8 @@ real one, sessions and transfer threads included. What is checked, and when:
 - each forward pass: every byte of KV that attention reads.
 - each gather and scatter: the engine's block is referenced, so nobody else can have been given it.
 - each block that becomes readable in the pool: its bytes are those of the prefix that its hash names.
-- each lookup: it is not of a request whose load has failed; its answer is aligned and leaves a token to compute.
-- each load: every rank reports it once.
+- each hook: vLLM's contract with a connector (`tests.conformance.contract`): no hit for a request whose load failed,
+  every rank reports each load once; besides, a hit is aligned and leaves a token to compute.
 - the end: every request is answered, right, and neither engine nor pool holds anything.
 """
 
@@ -19,7 +19,6 @@ import itertools
 import logging
 import math
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -28,14 +27,18 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import SpeculativeConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import (
-    KVCacheSpec,
-)
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.request import Request
 
+from kvpool.client import client
 from kvpool.protocol.namespace import GroupSpec
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.rpc import operators, sessions
+from tests.conformance.checked import SCHEDULER, Checked
+from tests.conformance.contract import Contract
+from tests.conformance.ownership import Ownership
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
 from tests.support.held import held_by, num_queued
@@ -203,6 +206,27 @@ class WatchedCopier:
                 self._engine.broke(f"block {block_id} is {verb} while it is free")
 
 
+class SimContract(Contract):
+    """vLLM's contract with a connector; besides, hits load asynchronously, and end where blocks of each group end."""
+
+    times_asked = 1  # The schedule decides when the connector is asked again.
+
+    def __init__(self, group_block_tokens: Sequence[int], num_ranks: int, runtime: DeterministicRuntime):
+        super().__init__(group_block_tokens, num_ranks)
+        self._runtime = runtime
+        self._alignment = math.lcm(*group_block_tokens)
+
+    def broke(self, rule: str, detail: object) -> None:
+        self._runtime.broken.append(f"{rule}: {detail}")
+
+    def matched(self, request: Request, num_local: int, answers: Sequence[Any]) -> None:
+        super().matched(request, num_local, answers)
+        count, is_async = answers[-1]
+        boundary = num_local + (count or 0)
+        if count and (not is_async or boundary % self._alignment or boundary >= request.num_tokens):
+            self.broke("match-is-well-formed", f"a hit of {request.request_id} ends at {boundary}")
+
+
 class SimEngine(ToyEngine):
     """See the module.
 
@@ -225,6 +249,7 @@ class SimEngine(ToyEngine):
         self.setup = setup
         self.layer_names: list[list[str]] = []
         self._runtime, self._prefixes, self._between = runtime, prefixes, between
+        self.contract = SimContract([spec.block_size for spec in specs], setup.tp_size, runtime)  # type: ignore[attr-defined]
         super().__init__(
             _config(config, setup),
             num_blocks=setup.num_blocks,
@@ -232,18 +257,19 @@ class SimEngine(ToyEngine):
             steps_ahead=setup.steps_ahead,
             late=setup.late,
             wait=False,
-            make=_make,
+            make=self._make,
             specs=specs,
         )
         self.prompts: dict[str, tuple[list[int], int, int]] = {}
         self.aborted: set[str] = set()
         self.num_stale = 0
-        self._alignment = math.lcm(*(spec.block_size for spec in specs))  # type: ignore[attr-defined]
-        self._failed: set[str] = set()
         self.layer_names = [list(group.layer_names) for group in self.ranks[0].cache_config.kv_cache_groups]
-        self._watch_scheduler()
         for rank in self.ranks:
-            self._watch_rank(rank)
+            self._watch_copies(rank)
+
+    def _make(self, config: VllmConfig, role: KVConnectorRole, cache: KVCacheConfig) -> KVConnectorBase_V1:
+        rank = SCHEDULER if role is KVConnectorRole.SCHEDULER else get_tensor_model_parallel_rank()
+        return Checked(KVPoolConnector(config, role, cache), Ownership(self.contract), rank, math.inf)
 
     def make_device(self, late: bool) -> Device:
         return SimDevice(late, self._runtime)
@@ -257,6 +283,7 @@ class SimEngine(ToyEngine):
             return
         self._expect(request_id, prompt, max_tokens)
         self.aborted.discard(request_id)
+        self.contract.added(request_id)
         self.add(request_id, prompt, max_tokens)
 
     def abort(self, request_id: str) -> None:
@@ -330,61 +357,10 @@ class SimEngine(ToyEngine):
         assert not any(kept.values()), f"the connector keeps {kept}"
         assert self.num_used_blocks() == 0, f"{self.num_used_blocks()} blocks are in use"
         assert self.scheduler.reset_prefix_cache()
-        assert not self._failed
+        self.contract.ended()
 
-    def _watch_scheduler(self) -> None:
-        connector = self.connector
-        send, update, finished = connector.lookups.send, connector.update, connector.request_finished
-        matched = connector.matched_tokens
-
-        def watched_send(request: Any, local: int, limit: int) -> Any:
-            if request.request_id in self._failed:
-                self.broke(f"{request.request_id} looks up again after its load has failed")
-            return send(request, local, limit)
-
-        def watched_update(output: Any) -> None:
-            self._failed |= {name for name in output.failed_recving if name in connector.stores.tracked}
-            update(output)
-
-        def watched_finished(request: Any, tables: Any) -> None:
-            self._failed.discard(request.request_id)
-            finished(request, tables)
-
-        def watched_matched(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-            count, is_async = matched(request, num_computed_tokens)
-            boundary = num_computed_tokens + (count or 0)
-            if count and (not is_async or boundary % self._alignment or boundary >= request.num_tokens):
-                self.broke(f"a hit of {request.request_id} ends at {boundary} of {request.num_tokens} tokens")
-            if count is not None and (count < 0 or is_async != (count > 0)):
-                self.broke(f"{(count, is_async)} is no answer")
-            return count, is_async
-
-        connector.lookups.send = watched_send  # type: ignore[method-assign]
-        connector.update = watched_update  # type: ignore[method-assign]
-        connector.request_finished = watched_finished  # type: ignore[method-assign]
-        connector.matched_tokens = watched_matched  # type: ignore[method-assign]
-
-    def _watch_rank(self, rank: Rank) -> None:
-        worker = rank.worker
-        start_loads, transfer_results = worker.start_loads, worker.transfer_results
-        under_way: Counter[str] = Counter()
-
-        def watched_start(metadata: Any) -> None:
-            under_way.update(job.request_id for job in metadata.loads)
-            start_loads(metadata)
-
-        def watched_results() -> Any:
-            results = transfer_results()
-            for request_id in results.finished_recving:
-                under_way[request_id] -= 1
-                if under_way[request_id] != 0:
-                    self.broke(f"the load of {request_id} is reported {1 - under_way[request_id]} times")
-            if not results.failed_recving <= results.finished_recving:
-                self.broke("a load failed that has not finished")
-            return results
-
-        worker.start_loads, worker.transfer_results = watched_start, watched_results  # type: ignore[method-assign]
-        for thread in (worker.sender, worker.receiver):
+    def _watch_copies(self, rank: Rank) -> None:
+        for thread in (rank.worker.sender, rank.worker.receiver):
             assert thread is not None
             if isinstance(thread._copier, DeviceCopier):
                 thread._copier.inner = WatchedCopier(self, thread._copier.inner)
@@ -394,10 +370,6 @@ class SimEngine(ToyEngine):
     def run_rank(self, rank: Rank, *step: Any) -> Any:
         self._between()
         return super().run_rank(rank, *step)
-
-
-def _make(config: VllmConfig, role: Any, cache: Any) -> KVConnectorBase_V1:
-    return KVPoolConnector(config, role, cache)
 
 
 def _config(base: VllmConfig, setup: Setup) -> VllmConfig:
@@ -445,7 +417,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         store_jobs,
         stores,
         transfer,
-        _kvpool_client(),
+        client,
     ):
         patch.setattr(module, "time", time)
     for module in (sessions, operators):
@@ -478,9 +450,3 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
 
     patch.setattr(transfer.TransferThread, "start", start)
     patch.setattr(transfer.TransferThread, "join", join)
-
-
-def _kvpool_client() -> Any:
-    from kvpool.client import client
-
-    return client

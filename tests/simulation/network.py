@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -378,56 +379,43 @@ class SimTransport:
         self._arena: Bytes = server.memory
 
     def write(self, transfer: Transfer, source: Local) -> None:
-        ticket_id, region_bytes = transfer.holding_id, transfer.region_bytes
-        fill = source.acting(is_write=True)
-
-        def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
-            if self._server.shares_memory:
-                buffers = [arena[offset : offset + region_bytes] for offset in offsets]
-                fill(first, buffers)
-                source.sum(first, [[buffer] for buffer in buffers])
-                return
-            buffers = [np.empty(region_bytes, np.uint8) for _ in offsets]
-            fill(first, buffers)
-            source.sum(first, [[buffer] for buffer in buffers])
-            for offset, buffer in zip(offsets, buffers, strict=True):
-                self._server.runtime.yields()
-                self._ask(lambda offset=offset: self._server.pool.writable(ticket_id, offset, region_bytes))  # type: ignore[misc]
-                self._server.memory[offset : offset + region_bytes] = buffer
-
-        self._visit(transfer, visit)
+        self._carry(transfer, source, is_write=True)
 
     def read(self, transfer: Transfer, sink: Local) -> None:
-        lease_id, region_bytes = transfer.holding_id, transfer.region_bytes
-        drain = sink.acting(is_write=False)
+        self._carry(transfer, sink, is_write=False)
 
-        def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
-            if self._server.shares_memory:
-                buffers = [arena[offset : offset + region_bytes] for offset in offsets]
-                drain(first, buffers)
-                sink.sum(first, [[buffer] for buffer in buffers])
-                return
-            for nth, offset in enumerate(offsets, first):
-                self._ask(lambda offset=offset: self._server.pool.readable(lease_id, offset, region_bytes))  # type: ignore[misc]
-                received = self._server.memory[offset : offset + region_bytes].copy()
-                sink.sum(nth, [[received]])
-                drain(nth, [received])
-
-        self._visit(transfer, visit)
-
-    def _visit(self, transfer: Transfer, visit: Callable[[int, Sequence[int], Bytes], None]) -> None:
-        arena, runtime = self._arena, self._server.runtime
+    def _carry(self, transfer: Transfer, local: Local, is_write: bool) -> None:
+        server, runtime, region_bytes = self._server, self._server.runtime, transfer.region_bytes
+        arena, act = self._arena, local.acting(is_write=is_write)
         if not len(arena):
             raise TransferError("the segment was closed")
         deadline = runtime.clock.now + transfer.timeout_s
-        for start, stop in replace(transfer, batch_bytes=2 * transfer.region_bytes).batches():
-            if self._server.shares_memory:
+        for start, stop in replace(transfer, batch_bytes=2 * region_bytes).batches():
+            if server.shares_memory:
                 runtime.yields()
             else:
-                runtime.wait(self._server.reachable, deadline)
+                runtime.wait(server.reachable, deadline)
             if runtime.clock.now > deadline:
                 raise PoolTimeoutError(f"the transfer took more than {transfer.timeout_s:.3f} s")
-            visit(start, transfer.starts(start, stop), arena)
+            offsets = transfer.starts(start, stop)
+            if server.shares_memory:
+                buffers = [arena[offset : offset + region_bytes] for offset in offsets]
+                act(start, buffers)
+                local.sum(start, [[buffer] for buffer in buffers])
+            elif is_write:
+                buffers = [np.empty(region_bytes, np.uint8) for _ in offsets]
+                act(start, buffers)
+                local.sum(start, [[buffer] for buffer in buffers])
+                for offset, buffer in zip(offsets, buffers, strict=True):
+                    runtime.yields()
+                    self._ask(partial(server.pool.writable, transfer.holding_id, offset, region_bytes))
+                    server.memory[offset : offset + region_bytes] = buffer
+            else:
+                for nth, offset in enumerate(offsets, start):
+                    self._ask(partial(server.pool.readable, transfer.holding_id, offset, region_bytes))
+                    received = server.memory[offset : offset + region_bytes].copy()
+                    local.sum(nth, [[received]])
+                    act(nth, [received])
         runtime.yields()
 
     def _ask(self, check: Callable[[], None]) -> None:

@@ -6,8 +6,9 @@ import functools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.vllm_objects import tokens
 
 Event = tuple[str | int, ...]
-"""The name of a method of `World`, and its arguments."""
+"""The name of a method of `World`, or, for some, of `SimEngine`, and its arguments."""
+OF_ENGINES = ("preempt", "send_back", "forget", "reset")
 
 STEP_S, TURN_S = 1e-3, 2e-5
 DRAIN_ROUNDS = 800
@@ -82,7 +84,7 @@ class World:
 
     # Engines
 
-    def add(self, engine: int, prefix: int, length: int, tail: int, max_tokens: int) -> None:
+    def add(self, engine: int, length: int, prefix: int, tail: int, max_tokens: int) -> None:
         """A request whose prompt shares `length` tokens with all others of its prefix."""
         prompt = [*_tokens(200, f"prefix {prefix}")[:length], *_tokens(tail, f"tail {tail}")]
         each = self._engine(engine)
@@ -110,19 +112,9 @@ class World:
         if live:
             each.abort(live[which % len(live)])
 
-    def preempt(self, engine: int) -> None:
-        self._engine(engine).preempt()
-
-    def send_back(self, engine: int) -> None:
-        self._engine(engine).send_back()
-
-    def forget(self, engine: int) -> None:
-        """The engine's own cache is emptied, if nothing is in use."""
-        self._engine(engine).forget()
-
-    def reset(self, engine: int) -> None:
-        """Resets an engine and its connector, as before new weights."""
-        self._engine(engine).reset()
+    def of_engine(self, name: str, engine: int) -> None:
+        """An event that befalls an engine alone."""
+        getattr(self._engine(engine), name)()
 
     def settle(self, rounds: int) -> None:
         """All engines and threads go on for some rounds."""
@@ -231,12 +223,6 @@ class World:
         for entry in list(self._entries())[which % 3 :: 3]:
             self.server.memory[entry.offset + which % entry.group.spec.slot_bytes] ^= 0x40
 
-    # Checks
-
-    def check(self) -> None:
-        """What holds after every event."""
-        self.runtime.check()
-
     def check_end(self) -> None:
         """All faults have stopped: everything comes to its end, and nothing is left."""
         self.server.up, self.server.hung = True, False
@@ -337,8 +323,9 @@ def play(
         try:
             world = World(schedule, config, patch, is_loud)
             for name, *arguments in schedule.events:
-                getattr(world, str(name))(*arguments)
-                world.check()
+                happens = partial(world.of_engine, name) if name in OF_ENGINES else getattr(world, str(name))
+                happens(*arguments)
+                world.runtime.check()
             world.check_end()
             return world.counted()
         finally:
@@ -408,37 +395,26 @@ def _make_setup(dice: random.Random, shape: str, num_blocks: int) -> Setup:
     )
 
 
+_NUMBER = (range(1000),)
+_ARGUMENTS: dict[str, tuple[Sequence[int], ...]] = {
+    "add": ((16, 17, 32, 47, 48, 49, 64, 80, 96, 100, 128, 150), range(2), (0, 1, 20, 39), (1, 2, 8, 20)),
+    "others_stored": (range(2), (48, 96, 150), range(1000)),
+    "settle": ((1, 3, 10),),
+    **dict.fromkeys(("step", "abort", "again", "turn", "remove", "flip", "lose"), _NUMBER),
+    "turn_all": ((1, 1, 3),),
+    "advance": ((1, 100, 300, 1_500, 5_100, 10_100),),
+    "fill": ((1, 4, 16, 40),),
+    "hog": ((4, 16), (500, 5_000)),
+    "lag": ((1, 8, 60), range(5), (0, 0, 3), (1, 20, 400)),
+}
+"""What the arguments of an event are drawn from, but for the engine."""
+_WITH_ENGINE = ("add", "others_stored", "step", "abort", "again", *OF_ENGINES)
+
+
 def _make_event(dice: random.Random, name: str) -> Event:
-    number = functools.partial(dice.randrange, 1000)
-    engine = dice.randrange(2)
-    match name:
-        case "add":
-            length = dice.choice([16, 17, 32, 47, 48, 49, 64, 80, 96, 100, 128, 150])
-            return name, engine, dice.randrange(2), length, dice.choice([0, 1, 20, 39]), dice.choice([1, 2, 8, 20])
-        case "others_stored":
-            return name, engine, dice.randrange(2), dice.choice([48, 96, 150]), number()
-        case "settle":
-            return name, dice.choice([1, 3, 10])
-        case "step":
-            return name, engine, number()
-        case "abort" | "again":
-            return name, engine, number()
-        case "preempt" | "send_back" | "forget" | "reset":
-            return name, engine
-        case "turn" | "remove" | "flip" | "lose":
-            return name, number()
-        case "turn_all":
-            return name, dice.choice([1, 1, 3])
-        case "advance":
-            return name, dice.choice([1, 100, 300, 1_500, 5_100, 10_100])
-        case "fill":
-            return name, dice.choice([1, 4, 16, 40])
-        case "hog":
-            return name, dice.choice([4, 16]), dice.choice([500, 5_000])
-        case "lag":
-            return name, dice.choice([1, 8, 60]), dice.randrange(5), dice.choice([0, 0, 3]), dice.choice([1, 20, 400])
-        case _:
-            return (name,)
+    engine = dice.choice((0, 1))  # Drawn for each event: seeds keep their schedules.
+    arguments = [dice.choice(choices) for choices in _ARGUMENTS.get(name, ())]
+    return (name, engine, *arguments) if name in _WITH_ENGINE else (name, *arguments)
 
 
 # How schedules are shortened
