@@ -11,7 +11,6 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 from tests.support.clock import FakeClock
@@ -163,15 +162,6 @@ def learned(served: Served) -> Callable[[Request], int]:
         return served.learned.verdict(request.request_id, request.hit, request.hit * TOKEN_BYTES, LINK)
 
     return answer
-
-
-def mean_ttft_s(
-    policy: Policy, load: float, link_bytes_s: float, hit_share: float, seeds: int = 3, mean_tokens: int = MEAN_TOKENS
-) -> float:
-    """Over simulations with different arrivals, of engines that know their rates."""
-    requests = (arrivals(seed, load, hit_share, mean_tokens=mean_tokens) for seed in range(seeds))
-    served = (Served(policy, each, lambda _: link_bytes_s) for each in requests)
-    return fmean(seconds for each in served for seconds in each.took[NUM_FIRST:])
 
 
 def arrivals(

@@ -359,23 +359,6 @@ def test_what_one_server_stored_comes_back_after_everything() -> None:
     world.end()
 
 
-def test_hints_decide_what_the_arena_holds_and_lose_nothing() -> None:
-    world = World()
-    for chain in range(3):
-        world.put(0, chain, DEPTH - 1)
-        world.wait_idle()
-    assert world.get(0, 0, DEPTH - 1) == DEPTH - 1
-    world.hint(HintKind.EXPIRE, 0, 0, DEPTH - 1)
-    world.hint(HintKind.PREFETCH, 0, 1, DEPTH - 1)
-    assert world.prefetched == DEPTH - 1
-    world.wait_idle()
-    found = world.pool.lookup(SPECS[0].fingerprint(), [_run(0, 1, DEPTH - 1)], prefix_only=True, lease_ttl_ms=0)
-    assert found.hits[0].num_leading == DEPTH - 1
-    world.hint(HintKind.PIN, 0, 1, DEPTH - 1, 600)
-    assert [world.get(0, chain, DEPTH - 1) for chain in range(3)] == [DEPTH - 1] * 3
-    world.end()
-
-
 def test_a_corrupt_block_that_a_crash_brings_back_is_dropped_again() -> None:
     """The removal of a corrupt block is in the journal with the next write, which the crash comes before."""
     world = World()

@@ -8,7 +8,7 @@ Freed slots are poisoned, so whoever reads one reads garbage.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,7 +147,10 @@ class World:
     """
 
     def __init__(
-        self, pool_class: type[PoolAtOnce] = PoolAtOnce, policy: str = DEFAULT_POLICY, has_tenants: bool = False
+        self,
+        pool_class: Callable[..., PoolAtOnce] = PoolAtOnce,
+        policy: str = DEFAULT_POLICY,
+        has_tenants: bool = False,
     ):
         self.clock = FakeClock()
         self.has_tenants = has_tenants
