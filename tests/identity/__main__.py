@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.identity.oracle import Observation, Verdict, judge, observe, pairs, write_base
@@ -22,7 +22,6 @@ from tests.support.real_engines import small_processes
 
 BUILD = Path(__file__).parents[2] / "build"
 START_TIMEOUT_S = 120.0
-COLUMNS = (Verdict.SAME, Verdict.APART, Verdict.REFUSED, Verdict.FAILURE)
 
 
 def main() -> int:
@@ -48,44 +47,40 @@ def main() -> int:
 
 def _write(path: Path, observations: Sequence[Observation], num_chosen: int) -> None:
     judged = list(pairs(observations))
-    counted = Counter(verdict for _, _, verdict, _ in judged)
     base, *others = observations
-    of_base = [(each, *judge(base, each)) for each in others]
-    engines = Counter(verdict for _, verdict, _ in of_base)
-    is_apart = {str(each.variant): verdict is Verdict.APART for each, verdict, _ in of_base}
+    of_base = {str(each.variant): judge(base, each) for each in others}
+    with_base = _counted(verdict for verdict, _ in of_base.values())
     failures = [
         f"- `{one.variant}` and `{other.variant}`: {why}"
         for one, other, verdict, why in judged
         # A variant that differs from the base differs from all that agree with it, too.
-        if verdict is Verdict.FAILURE and (one is base or is_apart[str(one.variant)])
+        if verdict is Verdict.FAILURE and (one is base or of_base[str(one.variant)][0] is Verdict.APART)
     ]
     lines = [
         "# Engines with one namespace compute the same KV",
         "",
-        f"{len(others)} of {num_chosen} variants, {len(judged)} pairs.",
+        f"{len(others)} of {num_chosen} variants, with the base: {with_base}.",
         "",
-        f"| | {' | '.join(verdict.value for verdict in COLUMNS)} |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {what} | {' | '.join(str(count[verdict]) for verdict in COLUMNS)} |"
-            for what, count in (("variants, with the base", engines), ("all pairs", counted))
-        ),
+        f"{len(judged)} pairs: {_counted(verdict for _, _, verdict, _ in judged)}.",
         "",
         *(failures or ["No pair with one namespace has different KV."]),
         "",
-        "| field | value | verdict | remark |",
-        "|---|---|---|---|",
+        "| variant | verdict | remark |",
+        "|---|---|---|",
         *(
-            f"| `{each.variant.what}` | `{each.variant.value}` | {verdict.value} | {why.replace('|', '/')} |"
-            for each, verdict, why in sorted(of_base, key=lambda row: str(row[0].variant))
+            f"| `{name}` | {verdict.value} | {why.replace('|', '/')} |"
+            for name, (verdict, why) in sorted(of_base.items())
         ),
         "",
-        "Not varied, because no argument sets the field or no other value follows from its type: "
-        + ", ".join(f"`{name}`" for name in unvaried())
-        + ".",
+        f"Not varied, because no argument sets the field or no other value follows from its type: {unvaried()}.",
     ]
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
+
+
+def _counted(verdicts: Iterable[Verdict]) -> str:
+    counted = Counter(verdicts)
+    return ", ".join(f"{counted[verdict]} {verdict.value}" for verdict in Verdict)
 
 
 if __name__ == "__main__":
