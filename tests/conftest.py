@@ -203,11 +203,6 @@ def shm_client(shared_server: ServerProcess, connect: Connect) -> Client:
     return connect(shared_server, transport="shm")
 
 
-@pytest.fixture
-def tcp_client(shared_server: ServerProcess, connect: Connect) -> Client:
-    return connect(shared_server, transport="tcp")
-
-
 @pytest.fixture(params=["shm", "tcp"])
 def client(request: pytest.FixtureRequest, shared_server: ServerProcess, connect: Connect) -> Client:
     """A client of the shared server, once for each transport."""

@@ -1,6 +1,6 @@
 """Every prompt token that an engine computes has one cause, and the causes add up to vLLM's own count.
 
-Causes that a fault or a busy engine brings about: `tests/vllm_plugin/scheduler/test_computed_tokens.py`. What the
+Causes that a fault or a busy engine brings about: `tests/vllm_plugin/scheduler/test_telemetry.py`. What the
 server says of blocks that it lacks: `tests/kvpool_server/cache/test_misses.py`.
 """
 

@@ -9,10 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvpool.client.client import Client
-from kvpool.protocol.types import TOKEN_BYTES
 from kvpool.transport.segment import TRAILER_BYTES
-from kvpool.v1 import pool_pb2 as pb
 from tests.support.memory_files import arena_file
 from tests.support.processes import ServerProcess
 
@@ -25,13 +22,6 @@ def stopped(server: ServerProcess) -> Iterator[None]:
         yield
     finally:
         os.kill(server.pid, signal.SIGCONT)
-
-
-def offer_elsewhere(client: Client) -> pb.PingResponse:
-    """What a server offers to a client that does not share its network namespace."""
-    offer: pb.PingResponse = client.rpc.ping()
-    offer.segment.token = bytes(TOKEN_BYTES)
-    return offer
 
 
 def flip_arena(server: ServerProcess) -> None:
