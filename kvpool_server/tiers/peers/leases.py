@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -87,17 +88,8 @@ class Leases:
 
 def neighbours(leases: Sequence[Lease | None], block_hashes: Sequence[bytes]) -> Iterator[tuple[Lease, list[int]]]:
     """Parts of one lease's neighbours, each as indices of blocks."""
-    part: list[int] = []
-    for nth, lease in enumerate(leases):
-        if lease is None:
-            continue
-        previous = leases[part[-1]] if part else None
-        indices = lease.run.indices
-        if lease is previous and indices[block_hashes[nth]] == indices[block_hashes[part[-1]]] + 1:
-            part.append(nth)
-            continue
-        if previous is not None:
-            yield previous, part
-        part = [nth]
-    if part and (last := leases[part[-1]]) is not None:
-        yield last, part
+    leased = [(lease, nth) for nth, lease in enumerate(leases) if lease is not None]
+    starts = [lease.run.indices[block_hashes[nth]] - at for at, (lease, nth) in enumerate(leased)]
+    for _, part in itertools.groupby(zip(leased, starts, strict=True), key=lambda each: (id(each[0][0]), each[1])):
+        found = [each for each, _ in part]
+        yield found[0][0], [nth for _, nth in found]
