@@ -72,6 +72,7 @@ def test_a_trace_is_read_and_refused_by_its_line_and_size(tmp_path: Path, monkey
         load(trace)
 
 
+@pytest.mark.more
 @pytest.mark.skipif(bool(libcachesim.missing()), reason=libcachesim.missing())
 def test_hits_of_published_policies_are_counted_as_ours_are():
     requests = workloads.conversations(2_000)

@@ -97,19 +97,22 @@ def test_a_measurement_moves_bytes_and_leaves_none(server: ServerProcess, connec
     assert (after.free_bytes, after.num_leases) == (before.free_bytes, before.num_leases)
 
 
-def test_a_rank_reads_its_shards_of_whole_blocks_and_a_slow_pool_is_measured_in_few_rounds(shm_client: Client) -> None:
-    assert usual_block(shm_client) == BLOCK
+def test_a_rank_reads_its_shards_of_whole_blocks_and_a_slow_pool_is_measured_in_few_rounds(
+    pool_server: StartServer, connect: Connect
+) -> None:
+    client = connect(pool_server("--memory", "64MiB", "--grace-ms", "100"), transport="shm")
+    assert usual_block(client) == BLOCK
     block = group_spec(chunk_bytes=1_000, num_shards=8)
-    found = measure(shm_client, 16 * block.slot_bytes, block, shards_of_rank(block, 4))
+    found = measure(client, 16 * block.slot_bytes, block, shards_of_rank(block, 4))
     assert sizes(found) == (2_000, 16 * 8_000, 16 * 2_000)
-    assert usual_block(shm_client) == BLOCK, "the measurement's own namespace does not count"
+    assert usual_block(client) == BLOCK, "the measurement's own namespace does not count"
     clock = FakeClock()
 
     def slow() -> float:
         clock.advance(ROUNDS_S / 8)
         return clock()
 
-    found = measure(shm_client, 32 * MIB, clock=slow)
+    found = measure(client, 32 * MIB, clock=slow)
     assert found["limited_by"] == "time" and found["put_round_bytes"] < 32 * MIB
     assert 1 <= found["rounds"] < NUM_ROUNDS
 
