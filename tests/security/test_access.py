@@ -41,7 +41,7 @@ from tests.security.conftest import Deployment
 from tests.support.audit_log import entries
 from tests.support.calls import METHODS, Target, outcome
 from tests.support.certificates import DAY, files_in, forge, server_flags
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.secured_server import SecuredServer, principal_of
 from tests.support.values import namespace_spec
 from vllm_plugin.session import MAY_NOT_LIST, Session
@@ -300,3 +300,11 @@ def _calls(operator: Client) -> dict[tuple[str, str], int]:
 
 def _num_refused(operator: Client) -> int:
     return sum(count for (_, status), count in _calls(operator).items() if status != "OK")
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    files = Authority.create(tmp_path / "pki").issue_server([])
+    (files / "tls.key").chmod(0o644)
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(files))
+    assert done.returncode == 2
+    assert "others can read the private key" in done.stderr

@@ -279,3 +279,39 @@ async def test_a_peers_directory_that_is_replaced_is_read_anew(root: Path) -> No
         await asyncio.to_thread((root / ".removed-two").rename, root / "two")
         await tier.refresh()
         assert tier.known(NAMESPACE.groups[0], [block_hash("a")]) == [True]
+
+
+@awaited
+async def test_a_link_that_is_planted_while_the_server_runs_is_not_followed(root: Path, secret: Path) -> None:
+    """The server has the journal open; only an extent is opened later."""
+    async with opened(_tier(root)) as tier:
+        (root / "one" / "extent-00000").symlink_to(secret)
+        with pytest.raises(Exception, match="extent-00000 is no plain file"):
+            await tier.write(NAMESPACE.groups[0], blocks_of("b"))
+    assert secret.read_bytes() == SECRET
+
+
+def test_a_directory_is_closed_by_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that hangs in a file system keeps the descriptor, and nobody waits for the call."""
+    (tmp_path / "file").touch()
+    directory = open_directory(tmp_path)
+    hangs, goes_on = threading.Event(), threading.Event()
+    really = os.open
+
+    def slow(*arguments: object, **options: object) -> int:
+        hangs.set()
+        assert goes_on.wait(10)
+        return really(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", slow)
+    opened: list[int] = []
+    thread = threading.Thread(target=lambda: opened.append(directory.open("file", os.O_RDONLY)))
+    thread.start()
+    assert hangs.wait(10)
+    directory.close()
+    goes_on.set()
+    thread.join(10)
+    assert os.fstat(opened[0]).st_ino == (tmp_path / "file").stat().st_ino
+    os.close(opened[0])
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert str(tmp_path) not in links

@@ -517,3 +517,18 @@ def test_a_huge_frame_to_the_event_ports_is_not_buffered(pool_server: StartServe
                 asking.send_multipart((b"", bytes(8)))
                 assert asking.poll(60_000), "a replay is not answered"
                 time.sleep(1)  # Nothing tells when the frame has gone through.
+
+
+def test_a_stream_that_sends_a_byte_now_and_then_ends(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "PIECE_S", 1.0)
+
+    def trickle() -> Iterator[pb.PutChunksRequest]:
+        for _ in range(100):
+            time.sleep(0.3)
+            yield pb.PutChunksRequest()
+
+    with pytest.raises(grpc.RpcError, match="moved less than") as raised:
+        small_server().stub.PutChunks(trickle(), timeout=60)
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

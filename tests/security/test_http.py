@@ -299,3 +299,22 @@ def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None
         return [each["outcome"] for each in entries(secured.audit) if each["caller"] == mine]
 
     assert set(wait_for(refused, "the line")) == {"UNAUTHENTICATED"}
+
+
+@pytest.mark.more
+def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: SecuredServer) -> None:
+    host, port = secured.server.http_url.removeprefix("https://").split(":")
+    tasks = Path(f"/proc/{secured.server.pid}/task")
+    before = len(list(tasks.iterdir()))
+    silent = [socket.create_connection((host, int(port)), TIMEOUT_S) for _ in range(2 * http.MAX_CONNECTIONS)]
+    try:
+        assert _get(f"{secured.server.http_url}/healthz", secured.ca) == (200, "ok\n")
+        assert any(map(_is_open, silent)), "the probe was answered only when the others had been closed"
+        assert len(list(tasks.iterdir())) <= before + http.MAX_THREADS
+        for each in silent:
+            each.settimeout(http.CONNECTION_S + 20.0)
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+    finally:
+        for each in silent:
+            each.close()

@@ -8,7 +8,7 @@ import queue
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, aclosing, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,9 @@ import pytest
 from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client, Namespace
 from kvpool.protocol import wire
-from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError, UnavailableError
+from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
 from kvpool.protocol.hashing import checksum
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import Chunk, PoolKey, ShardRange
 from kvpool.security.principal import Principal, Role
 from kvpool.transport.base import Local, Transfer
@@ -33,6 +34,7 @@ from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
+from kvpool_server.sharing import fair_slots
 from tests.security.conftest import Deploy, Deployment
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -160,6 +162,12 @@ def test_an_identity_has_as_many_leases_as_its_limit_over_all_connections(limite
     assert limited.lease(second, "acme")
 
 
+def test_an_identity_has_as_many_leased_blocks_as_its_limit(limited: Limited) -> None:
+    client = limited.client("acme")
+    assert limited.lease(client, "acme", 8) and not limited.lease(client, "acme", 5), "12 at most"
+    assert limited.lease(client, "acme", 4) and limited.lease(limited.client("umbra"), "umbra", 8)
+
+
 def test_an_identity_has_as_many_tickets_as_its_limit(limited: Limited) -> None:
     put = limited.put
     first, second, other = limited.client("acme"), limited.client("acme"), limited.client("umbra")
@@ -277,5 +285,60 @@ def test_an_identity_has_so_many_streams_of_data_and_so_many_waiting_and_leaves_
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+class SilentContext:
+    """Of a call whose client sends some messages, and then nothing."""
+
+    def __init__(self, *messages: bytes):
+        self._messages = list(messages)
+
+    def time_remaining(self) -> float:
+        return 60.0
+
+    async def read(self) -> bytes:
+        if not self._messages:
+            await asyncio.sleep(60)
+            raise AssertionError("the test has taken a minute")
+        return self._messages.pop(0)
+
+
+def _called_by(tenant: str, what: Callable[[], Any]) -> asyncio.Task[Any]:
+    async def call() -> Any:
+        CALLER.set(Principal(tenant, Role.ENGINE_WRITE))
+        return await what()
+
+    return asyncio.create_task(call())
+
+
+@pytest.mark.parametrize("what", ["streams", "pieces"])
+def test_calls_that_identities_leave_silent_give_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_slots, "SPARED_S", 0.2)
+    piece, first = bytes(MESSAGE_BYTES), b"first"
+
+    async def run() -> None:
+        box, silent = Inbox(), list[asyncio.Task[Any]]()
+
+        async def read(*messages: bytes) -> bytes:
+            context: Any = SilentContext(*messages)
+            if what == "pieces":
+                return await box.receive(context, inbox.MAX_REQUEST_BYTES)
+            async with aclosing(box.stream(context)) as stream:
+                return await anext(stream)
+
+        for nth in range(inbox.MAX_DATA_STREAMS + 1):
+            sent = [piece] * (what == "pieces")
+            silent += [_called_by(f"silent-{nth}", lambda sent=sent: read(*sent)) for _ in range(2)]
+        await asyncio.sleep(0)
+        other = _called_by("other", lambda: read(*([piece, first] if what == "pieces" else [first])))
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await other).endswith(first)
+        ended = [call for call in silent if call.done()]
+        assert ended and all(isinstance(call.exception(), PoolTimeoutError) for call in ended)
+        for call in silent:
+            call.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
 
     asyncio.run(run())

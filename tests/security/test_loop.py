@@ -18,6 +18,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from kvpool.protocol import wire
+from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -304,3 +305,10 @@ def test_clear_of_everything(house: House) -> None:
     house.expect_short(lambda: house.call("Clear"))
     stats = house.pool.stats()
     assert stats.num_entries == 0 and stats.free_bytes == stats.arena_bytes
+
+
+def test_what_a_request_may_hold_is_checked_by_the_pool_too(house: House) -> None:
+    wide = namespace_spec(group_spec(chunk_bytes=1, num_shards=64))
+    name = house.server.on_loop(lambda: house.pool.open_namespace(wide)[0].fingerprint)
+    with pytest.raises(InvalidRequestError, match="8192 blocks x 64 shards; give at most 65536 chunks"):
+        house.server.on_loop(lambda: house.pool.put_start(name, _runs(0), ShardRange(0, 64)))

@@ -208,6 +208,11 @@ def _signed_with_a_public_key() -> str:
 
 BAD: dict[str, Callable[[], str]] = {
     "another issuer": lambda: _token("https://other.example"),
+    "an issuer that begins alike": lambda: _token(URL + ".evil"),
+    "no issuer": lambda: _token(URL, iss=None),
+    "no audience": lambda: _token(URL, aud=None),
+    "a list of roles": lambda: _token(URL, kvpool_role=["engine-write"]),
+    "metrics of one tenant": lambda: _token(URL, kvpool_role="metrics"),
     "another audience": lambda: _token(URL, aud="somebody"),
     "ended": lambda: _token(URL, exp=int(time.time()) - SKEW_S - 5),
     "no end": lambda: _token(URL, exp=None),

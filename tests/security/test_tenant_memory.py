@@ -16,7 +16,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.limits import Limits
 from tests.security.conftest import Deploy
 from tests.support.in_process_server import InProcessServer
-from tests.support.tenants import WHOLE, House
+from tests.support.tenants import EXTENT, WHOLE, House
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 MIB = 1 << 20
@@ -189,3 +189,17 @@ def test_tenants_leave_bytes_of_specifications_to_others() -> None:
 
     counts = [fill(f"tenant {nth}") for nth in range(5)]
     assert counts == sorted(counts, reverse=True) and counts[0] <= 32 and counts[-1] > 0
+
+
+def test_a_lowered_quota_takes_extents_back_even_if_their_blocks_are_leased_all_the_time() -> None:
+    house = _house(max_ttl_ms=60_000)
+    umbra, acme = house.owner(tenant="umbra"), house.owner(tenant="acme")
+    names = umbra.fill_extents(8)
+    umbra.lease(*names)
+    house.quota("tenant:umbra", 2 * EXTENT)
+    for _ in range(20):
+        house.clock.advance(5)
+        umbra.lease(*names)
+        house.pool.rebalance()
+    assert _held(house, "umbra") == 2
+    assert len(acme.fill_extents(6)) == 60

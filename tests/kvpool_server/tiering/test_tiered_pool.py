@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,3 +192,23 @@ async def test_a_start_opens_a_tenants_newest_namespaces_and_leaves_it_room_for_
         f"{nth}" for nth in range(COUNT + 1 - most, COUNT)
     ]
     rig.pool.open_namespace(namespace_spec(tenant="umbra"))
+
+
+@play()
+async def test_blocks_that_are_being_removed_are_not_promoted(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b")
+    await rig.wait_idle()
+    fingerprint, run = rig.namespace.fingerprint, BlockRun(0, [block_hash("a")])
+    really, gate = tier.remove, asyncio.Event()
+
+    async def slowly(*args: Any) -> None:
+        await gate.wait()
+        await really(*args)
+
+    tier.remove = slowly  # type: ignore[method-assign]
+    removing = asyncio.create_task(rig.tiered.remove(fingerprint, [run]))
+    await turns()
+    assert rig.lookup("a").hits[0].num_pending == 0
+    gate.set()
+    await removing
+    assert block_hash("a") not in tier.kept

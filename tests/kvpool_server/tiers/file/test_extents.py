@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash
 
 NAMESPACE = namespace_of(TierContract.spec)
+EXTENT_BYTES = 4_096
 
 
 @awaited
@@ -73,7 +75,7 @@ def test_a_file_that_is_being_opened_when_its_directory_is_closed_does_not_stay_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, files, opened_fds = Disk(), OpenFiles(), list[int]()
-    extents = Extents(open_directory(tmp_path), 4_096, True, disk, files, direct=False)
+    extents = Extents(open_directory(tmp_path), EXTENT_BYTES, True, disk, files, direct=False)
     really_open = disk.open
 
     def closed_meanwhile(directory: Directory, name: str, flags: int) -> int:
@@ -88,3 +90,46 @@ def test_a_file_that_is_being_opened_when_its_directory_is_closed_does_not_stay_
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     assert not files.files
+
+
+class NotedDisk(Disk):
+    """Remembers which descriptors were opened and closed."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+        self.while_opening: Callable[[], None] = lambda: None
+        self.while_writing: Callable[[], None] = lambda: None
+
+    def open(self, directory: Directory, name: str, flags: int) -> int:
+        self.opened.append(super().open(directory, name, flags))
+        self.while_opening()
+        return self.opened[-1]
+
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
+        self.while_writing()
+        super().write(fd, views, offset)
+
+    def close(self, fd: int) -> None:
+        self.closed.append(fd)
+        super().close(fd)
+
+
+def _extents(path: Path, disk: Disk, files: OpenFiles) -> Extents:
+    path.mkdir(exist_ok=True)
+    return Extents(open_directory(path), EXTENT_BYTES, True, disk, files, direct=False)
+
+
+def _use(extents: Extents, idx: int) -> None:
+    extents.write(idx * EXTENT_BYTES, [memoryview(b"bytes")])
+
+
+def test_a_closed_directory_opens_nothing_and_leaves_files_in_use_to_their_users(tmp_path: Path) -> None:
+    disk, files = NotedDisk(), OpenFiles()
+    extents = _extents(tmp_path, disk, files)
+    disk.while_writing = extents.close
+    _use(extents, 0)
+    assert (tmp_path / "extent-00000").read_bytes() == b"bytes", "closed under a user"
+    assert disk.closed == disk.opened and not files.files
+    with pytest.raises(FileNotFoundError, match="closed"):
+        _use(extents, 0)
