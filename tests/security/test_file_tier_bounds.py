@@ -175,15 +175,15 @@ def test_directories_beyond_the_bound_are_ignored_and_known_peers_stay(
     peers.close()
 
 
-def test_looking_for_peers_ends_after_a_number_of_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_directories, "MAX_ENTRIES", 50)
-    for nth in range(60):
+def test_looking_for_peers_does_not_take_memory_for_what_else_lies_there(tmp_path: Path) -> None:
+    for nth in range(20_000):
         (tmp_path / f"file-{nth}").touch()
     peers = peers_in(tmp_path)
-    with capture_logs() as logs:
+    with _memory_below(MIB), capture_logs() as logs:
         peers.refresh()
+    assert len(peers) == 0
     (said,) = logs
-    assert len(peers) == 0 and "it has more than 50 entries" in said["error"]
+    assert "it has more than 4096 entries" in said["error"]
     peers.close()
 
 
