@@ -298,3 +298,35 @@ def test_a_restart_that_keeps_the_blocks_takes_back_none_that_was_announced(core
         wait_for(lambda: one.side.stages.boot_token not in (0, before), "the next server")
         assert one.ask(make_request("again", tokens(100, "r"))) == blocks(6)
         assert one.side.take_events() == []
+
+
+def test_an_answer_whose_lease_was_refused_is_a_miss(one: Core) -> None:
+    client, request = one.side.stages.sessions[0].client, make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    sent = client.rpc.lookup_async
+    client.rpc.lookup_async = lambda *arguments, **options: sent(*arguments, **options, lease=False)  # type: ignore[method-assign]
+    assert one.ask(request) == 0
+
+
+def test_a_reset_while_blocks_are_in_use_shares_nothing_until_one_succeeds(core: MakeCore) -> None:
+    """vLLM asks for one even where it could not reset its own cache: what is in use is of the old weights."""
+    one = core(weights_epoch="7").connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    first = one.step((request, 32))
+    assert one.side.reset() is False
+    one.connected()
+    assert one.step((request, 64)).stores == []
+    one.report(*(job.job_id for job in first.stores))
+    other = make_request("s", tokens(100))
+    assert one.side.matched_tokens(other, 0) == (0, False)
+    one.finish(request)
+    assert one.side.reset() is True
+    one.weights = b"2"
+    one.allocate(other, 0)
+    assert one.step((other, 48)).stores == [], "stored before the ranks have told their weights"
+    one.connected()
+    later = one.step((other, 52))
+    assert [len(run_in(job).block_hashes) for job in later.stores] == [6]
+    epochs = {first.weights_epoch, later.weights_epoch, *(job.weights_epoch for job in later.stores)}
+    assert first.weights_epoch == "7" and len(epochs) == 2

@@ -163,3 +163,36 @@ def test_a_request_that_waits_for_admission_gets_the_blocks_of_queued_stores(cor
 def test_of_a_request_that_is_not_tracked_every_free_block_may_be_unwritten(one: Core) -> None:
     free = one.pool.free_block_queue.get_all_free_blocks()
     assert one.side.stores.unwritten({"nobody's"}, free) == {block.block_id for block in free}
+
+
+@pytest.mark.usefixtures("four_a_step")
+def test_blocks_that_nobody_has_written_are_not_offered_when_a_request_ends(one: Core) -> None:
+    """It was preempted, came back with other blocks, and is aborted before it is computed."""
+    request = make_request("r", tokens(160))
+    (job,) = one.compute(request)
+    one.free(request)
+    one.allocate(request, 0)
+    one.finish(request)
+    assert offered(one.step()) == []
+    one.report(job.job_id)
+    assert not any(held_by(one.side).values())
+
+
+def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(one: Core, clock: FakeClock) -> None:
+    first, second = (make_request(name, tokens(100, name)) for name in "ab")
+    for request in (first, second):
+        one.allocate(request, 0)
+    gone, kept = one.step((first, 100), (second, 100)).stores
+    one.free(first)
+    assert one.side.has_pending_block_frees()
+    assert one.num_used_blocks() == 13, "a rank may be reading them"
+    assert one.step().dropped_stores == [gone.job_id]
+    assert one.side.has_pending_block_frees()
+    assert one.step().dropped_stores == [], "once"
+    one.report(gone.job_id, failed=True)
+    assert one.num_used_blocks() == 7
+    assert not one.side.has_pending_block_frees()
+    assert one.counted()["store_dropped_blocks"] == 6
+    assert not one.side.contents.was_stored(first.block_hashes[0], 0)
+    one.report(kept.job_id)
+    assert one.side.contents.was_stored(second.block_hashes[0], 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,3 +173,11 @@ def test_beside_a_draft_model_stores_wait_for_the_next_step(worker: MakeWorker) 
     while len(reports.ended_stores) < 2:
         reports = reports.aggregate(ended(made))
     assert reports == WorkerMetadata({7: 1, 8: 1})
+
+
+def test_a_store_that_failed_is_named(worker: MakeWorker) -> None:
+    made = worker(MIXED)
+    metadata = store_of(7, 0)
+    metadata.stores[0].groups[0] = replace(metadata.stores[0].groups[0], block_ids=[[10_000]])  # No such block.
+    made.start_stores(metadata)
+    assert ended(made) == WorkerMetadata({7: 1}, {7})
