@@ -87,7 +87,7 @@ def wait_for_parent_end() -> None:
     ends.register(pipe, select.POLLIN)
     with contextlib.suppress(OSError):
         ends.register(os.pidfd_open(parent), select.POLLIN)
-    # A parent that had ended before that left its number to another process, or to none.
+    # If the parent has ended already, another process may have its number.
     while os.getppid() == parent and [fd for fd, _ in ends.poll()] == [pipe] and os.read(pipe, 4096):
         pass
 

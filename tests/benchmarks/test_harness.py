@@ -66,3 +66,19 @@ def test_the_client_that_got_least_decides_what_is_fair() -> None:
     assert rows["2 clients, work: server's cores in use"].figure == 0.75
     assert rows["2 clients, work: server's CPU a call"].figure == 375_000
     assert rows["2 clients, work: event loop's CPU a call"].figure == 250_000
+
+
+def test_alternate_drops_the_warm_ups():
+    calls = {"a": 0, "b": 0}
+
+    def count(name):
+        calls[name] += 1
+        return float(calls[name])
+
+    taken = harness.alternate({name: lambda name=name: count(name) for name in calls}, 3, what="counting", warmups=2)
+    assert taken == {"a": [3.0, 4.0, 5.0], "b": [3.0, 4.0, 5.0]}
+
+
+def test_a_percentile_is_a_sample_that_so_many_do_not_exceed():
+    assert harness.percentile(list(range(1, 101)), 99) == 100
+    assert harness.estimate(list(range(1, 101)), 99).figure == 100

@@ -5,11 +5,13 @@ The clients of the data port are raw sockets, on threads: the kernel fills their
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -139,7 +141,9 @@ def test_readers_that_stop_cost_little_memory_delay_nobody_and_end_with_their_le
     print(f"64 readers that stopped: {used / MIB:.1f} MiB")
     assert used < 64 * READER_BYTES
 
-    time.sleep(max(0.0, asked_at + SLOW_LEASE_MS / 1000 - time.monotonic()))
+    connected = _num_sockets(worker)
+    wait_for(lambda: _num_sockets(worker) < connected, "the end of the connection", WAIT_S)
+    assert time.monotonic() - asked_at >= 0.9 * SLOW_LEASE_MS / 1000, "disconnected before its lease ended"
     received = 0
     while nbytes := len(brief.socket.recv(256 << 10)):
         received += nbytes
@@ -158,3 +162,15 @@ def test_every_call_with_a_stream_needs_a_deadline(stub: PoolStub, deadline_s: f
             with pytest.raises(grpc.RpcError, match="give it one within 600 s") as raised:
                 ask(method)
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method.name
+
+
+def _num_sockets(pid: int) -> int:
+    """TCP and Unix sockets that a process has open."""
+    return sum(map(_is_socket, Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def _is_socket(descriptor: Path) -> bool:
+    try:
+        return os.readlink(descriptor).startswith("socket:")
+    except FileNotFoundError:  # Closed since the listing.
+        return False

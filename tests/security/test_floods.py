@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import itertools
 import re
 import socket
 import threading
@@ -336,14 +335,17 @@ def test_messages_larger_than_the_limit_are_not_buffered(pool_server: StartServe
             calls.close()
 
 
-def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: StartServer) -> None:
-    server, most_bytes = pool_server(), 8 * grpc_server.MAX_STREAMS * MESSAGE_BYTES
-    with _served(server, most_bytes + 32 * MIB):
-        connections = [HalfSentCalls(server.endpoint) for _ in range(8)]
-        methods = itertools.cycle(("PutStart", "PutChunks", "LookupStream", CHECK))
+@pytest.mark.parametrize("method", ["PutStart", "PutChunks", "LookupStream", CHECK])
+def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: StartServer, method: str) -> None:
+    server, num_connections = pool_server(), 8
+    with _served(server, num_connections * grpc_server.MAX_STREAMS * MESSAGE_BYTES + 32 * MIB):
+        connections = [HalfSentCalls(server.endpoint) for _ in range(num_connections)]
         for calls in grpc_server.MAX_STREAMS * connections:
-            calls.begin(next(methods), MESSAGE_BYTES, MESSAGE_BYTES - 100)  # What a client may send unasked.
-        assert sum(calls.sent_bytes for calls in connections) > most_bytes // 2
+            calls.begin(method, MESSAGE_BYTES, MESSAGE_BYTES - 100)  # What a client may send unasked.
+        assert (
+            sum(calls.sent_bytes for calls in connections)
+            > num_connections * grpc_server.MAX_STREAMS * MESSAGE_BYTES // 2
+        )
         with grpc.insecure_channel(server.endpoint) as channel:
             checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert checked.status == health_pb2.HealthCheckResponse.SERVING

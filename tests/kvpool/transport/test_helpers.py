@@ -109,3 +109,18 @@ def test_after_their_end_there_are_no_threads_and_the_caller_does_all() -> None:
 )
 def test_few_cores_have_no_threads_to_spare(num_cores: int, sharers: int, cores_a_mover: int, count: int) -> None:
     assert movers_of(num_cores, sharers, cores_a_mover) == count
+
+
+def test_what_a_helper_raises_reaches_who_waits_and_not_who_drops() -> None:
+    team = Helpers(1)
+    begun = threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        raise KeyError("of the work")
+
+    works = [team.submit(fail), team.submit(fail)]
+    assert begun.wait(10)
+    with pytest.raises(KeyError):
+        works[0].finish()
+    works[1].drop()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -231,3 +232,14 @@ def test_a_process_that_does_not_start_is_told_once(
             wait_for(lambda: not movers._movers, "the end of a start")
             assert not movers.move(*nothing, is_write=True)
         assert len(caplog.records) == 1 and "this process moves them" in caplog.text and why in caplog.text
+
+
+def test_closing_ends_a_process_that_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script, told = tmp_path / "python", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 60\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(child_process.sys, "executable", str(script))
+    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
+        assert not movers.move(Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None), is_write=True)
+        wait_for(lambda: told.exists() and told.read_text(), "the process")
+    wait_for(lambda: not is_running(int(told.read_text())), "its end")
