@@ -6,21 +6,16 @@ or a callback that calls the caller's own with block indices. The thread that ha
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import xxhash
 
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.hashing import MAX_LOCKED_BYTES, checksum
 from kvpool.transport.base import Buffers, Bytes, Local, Pieces, Transfer, Transport, no_sum
-
-Checksums = Callable[[], Sequence[int]]
-"""Returns one checksum a chunk of some buffers, in order. May wait until the bytes of all of them have been moved."""
+from kvpool.transport.chunk_sums import Checksums, ChunkSums
+from kvpool.transport.mover import IntoArena, Movers
 
 
 class InPlace:
@@ -30,13 +25,15 @@ class InPlace:
         blocks: one a block of the runs: an array or several, uint8, contiguous each, together the bytes of the block's
             shards in order. They must keep their bytes until a put has ended. A get has filled them when it returns;
             no two of its blocks may share memory.
+        movers: processes that move the blocks out of process, where the transport can: each an array of their arena.
 
     Attributes:
         blocks: each as a sequence of arrays.
     """
 
-    def __init__(self, blocks: Sequence[Bytes | Pieces]):
+    def __init__(self, blocks: Sequence[Bytes | Pieces], movers: Movers | None = None):
         self.blocks: list[Pieces] = [[block] if isinstance(block, np.ndarray) else block for block in blocks]
+        self.movers = movers
 
     def check(self, count: int, nbytes: int, is_get: bool = False) -> None:
         """Raises InvalidRequestError unless these are `count` blocks of `nbytes`, for a get in writable arrays."""
@@ -94,14 +91,15 @@ class BlockMover:
         """Moves blocks `indices`, one a region of the transfer. Raises as the transport and the callback."""
         self._indices = indices
         self._parts.append(sums := ChunkSums(len(indices), self.region_bytes, self.chunk_bytes))
-        act, rows = None, None
+        act, rows, into_arena = None, None, None
         if isinstance(self.blocks, InPlace):
             rows = [self.blocks.blocks[idx] for idx in indices]
+            into_arena = None if self.blocks.movers is None else IntoArena(self.blocks.movers, sums)
         else:
             act = partial(self._call_back, self.blocks)
         add = no_sum if act is not None and self.returns_sums else sums.add
         move = self.transport.write if self.is_write else self.transport.read
-        move(transfer, Local(act, rows, add))
+        move(transfer, Local(act, rows, add, into_arena))
 
     def checksums(self) -> list[int]:
         """One checksum a chunk that was moved, in order; waits for the callback's copies."""
@@ -124,73 +122,3 @@ class BlockMover:
             self.callback_error = error
             raise
         return sums
-
-
-class _Once:
-    """Checksums that are asked for once, and told to everyone who asks, on any thread."""
-
-    def __init__(self, sums: Checksums):
-        self._sums = sums
-        self._asking = threading.Lock()
-        self._found: Sequence[int] | None = None
-
-    def __call__(self) -> Sequence[int]:
-        with self._asking:
-            if self._found is None:
-                self._found = self._sums()
-            return self._found
-
-
-class ChunkSums:
-    """One checksum for every chunk of some regions of whole chunks. Threads may add different regions at once."""
-
-    def __init__(self, num_regions: int, region_bytes: int, chunk_bytes: int):
-        self._values = np.zeros((num_regions, region_bytes // chunk_bytes), np.uint64)
-        self._chunk_bytes = chunk_bytes
-        self._later: dict[int, Checksums] = {}
-
-    def add(self, first: int, regions: Sequence[Pieces]) -> None:
-        """Sums regions [first, first + len(regions))."""
-        for nth, pieces in enumerate(regions, first):
-            self._values[nth] = sums_of(pieces, self._chunk_bytes)
-
-    def add_later(self, first: int, sums: Checksums | None) -> Checksums | None:
-        """Notes what computes the checksums of regions from `first` on, region-major, and returns it."""
-        if sums is None:
-            return None
-        self._later[first] = once = _Once(sums)
-        return once
-
-    def wait(self) -> None:
-        """Waits for the checksums that `add_later` was given, whatever becomes of them."""
-        for sums in self._later.values():
-            with contextlib.suppress(Exception):
-                sums()
-
-    def all(self) -> list[int]:
-        """Every checksum, region-major; waits for those that `add_later` was given."""
-        for first, sums in self._later.items():
-            rows = np.array(sums(), np.uint64).reshape(-1, self._values.shape[1])
-            self._values[first : first + len(rows)] = rows
-        return self._values.reshape(-1).tolist()  # type: ignore[no-any-return]
-
-
-def sums_of(pieces: Pieces, chunk_bytes: int) -> list[int]:
-    """xxh3-64 of every `chunk_bytes` of some pieces, which together are whole chunks."""
-    if len(pieces) == 1:
-        chunks = [pieces[0][at : at + chunk_bytes] for at in range(0, len(pieces[0]), chunk_bytes)]
-        if chunk_bytes <= MAX_LOCKED_BYTES:
-            return [checksum(chunk) for chunk in chunks]
-        return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]
-    sums: list[int] = []
-    hashed, room = xxhash.xxh3_64(), chunk_bytes
-    for piece in pieces:
-        at = 0
-        while at < len(piece):
-            part = piece[at : at + room]
-            hashed.update(part.data)
-            at, room = at + len(part), room - len(part)
-            if not room:
-                sums.append(hashed.intdigest())
-                hashed, room = xxhash.xxh3_64(), chunk_bytes
-    return sums

@@ -19,12 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.protocol.errors import TransferError
+
+if TYPE_CHECKING:
+    from kvpool.transport.mover import IntoArena
 
 Bytes = npt.NDArray[np.uint8]
 Buffers = Sequence[Bytes]
@@ -48,7 +51,7 @@ class Transfer:
         batch_bytes: most bytes passed to one callback; a batch has at least one region.
         permit: the server's proof for the data port that these regions were granted; empty if there is none.
         out_of_process: whether others in this process need its interpreter meanwhile: another process moves the bytes
-            of callbacks, where the transport has one.
+            of callbacks, and of rows that it maps, where the transport has one.
         skip_bytes: where in each region they begin: a rank moves some shards of whole slots that were granted.
         permitted_bytes: size of each region that was granted; 0: `region_bytes`.
         permitted_offsets: of all regions that were granted, where only some of them move; None: `offsets`.
@@ -110,11 +113,16 @@ def no_sum(first: int, regions: Sequence[Pieces]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The caller's bytes: where a write takes them and a read puts them, in `rows`, one a region, or by `act`."""
+    """The caller's bytes: where a write takes them and a read puts them, in `rows`, one a region, or by `act`.
+
+    Args:
+        into_arena: processes that can read into the rows, which `sum` does not see then.
+    """
 
     act: Act | None = None
     rows: Sequence[Pieces] | None = None
     sum: Sum = no_sum
+    into_arena: IntoArena | None = None
 
     def acting(self, *, is_write: bool) -> Act:
         """`act`, or a callback that copies from or into `rows`."""

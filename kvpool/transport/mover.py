@@ -1,12 +1,13 @@
 """Processes of their own that move the bytes of transfers over TCP.
 
 A thread that moves bytes gives up Python's lock and takes it again at every system call. So does an engine at every
-kernel that it launches, and then waits behind all threads that move bytes: its steps take twice as long. The threads of
-another process have a lock of their own.
+kernel that it launches, and then waits behind all threads that move bytes: its steps take twice as long. So does a
+server's event loop. The threads of another process have a lock of their own.
 
-`Movers` is the engine's side, `mover_process.py` the other. A process lends buffers in memory that both share, and asks
-the caller of a transfer to fill or drain them: one message each way a batch. Whatever becomes of a process, the engine
-goes on: while none is free, or can be started, transfers stay in the engine's process.
+`Movers` is the caller's side, `mover_process.py` the other. A process lends buffers in memory that both share, and asks
+the caller of a transfer to fill or drain them: one message each way a batch. A process of a server maps its arena, and
+reads there: one message each way a transfer, and the checksums. Whatever becomes of a process, its parent goes on:
+while none is free, or can be started, transfers stay in the parent's process.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import os
 import socket
 import threading
 import time
-from dataclasses import asdict
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvpool.protocol.errors import ConfigError, PoolTimeoutError, TransferError
 from kvpool.transport.base import Act, Bytes, Local, Sum, Transfer, call_back
 from kvpool.transport.child_process import ChildProcess
+from kvpool.transport.chunk_sums import ChunkSums
 from kvpool.transport.data_port import time_out
 from kvpool.transport.helpers import STAGING_BYTES
 from kvpool.transport.segment import Segment
@@ -52,6 +55,20 @@ class Batch(NamedTuple):
     offset: int
 
 
+class ArenaRows(NamedTuple):
+    """Where in the arena a transfer's regions are read to, and how many bytes each checksum covers."""
+
+    offsets: list[int]
+    chunk_bytes: int
+
+
+class IntoArena(NamedTuple):
+    """Processes of a server that read into rows of its arena, and what takes the checksums of the rows' chunks."""
+
+    movers: Movers
+    sums: ChunkSums
+
+
 class CallbackError(Exception):
     """The caller's callback has raised; the caller knows what."""
 
@@ -59,17 +76,18 @@ class CallbackError(Exception):
 class Mover:
     """One process, for one transfer at a time; its memory is the `nth` part of the segment."""
 
-    def __init__(self, peer: Peer, num_connections: int, segment: Segment, nth: int):
+    def __init__(self, num_connections: int, segment: Segment, nth: int, arena: Segment | None):
         self.nth = nth
-        self._peer = peer
         self._memory = segment.bytes[nth * MEMORY_BYTES : (nth + 1) * MEMORY_BYTES]
         ours, theirs = socket.socketpair()
         time_out(ours, LATE_S)
         self._channel = Connection(ours.detach())
         with theirs:
             fds = {"segment_fd": segment.fd, "channel_fd": theirs.fileno()}
-            settings = {"peer": asdict(peer), "num_connections": num_connections, "nth": nth, **fds}
-            self._child = ChildProcess("kvpool.transport.mover_process", settings, list(fds.values()))
+            settings = {"num_connections": num_connections, "nth": nth, "arena_bytes": 0}
+            if arena is not None:
+                fds["arena_fd"], settings["arena_bytes"] = arena.fd, arena.nbytes
+            self._child = ChildProcess("kvpool.transport.mover_process", {**settings, **fds}, list(fds.values()))
 
     @property
     def pid(self) -> int:
@@ -86,38 +104,40 @@ class Mover:
         self._child.kill()
         self._child.end(0.0)
 
-    def move(self, transfer: Transfer, act: Act, sum: Sum, is_write: bool) -> None:
+    def move(self, peer: Peer, transfer: Transfer, local: Local, into: ArenaRows | None, is_write: bool) -> None:
         """As a transport's `read` and `write`. The process may have ended afterwards."""
         ends_at = time.monotonic() + transfer.timeout_s + LATE_S
         failure: Exception | None = None
         try:
-            self._channel.send((is_write, transfer))
+            self._channel.send((peer, is_write, transfer, into))
             while isinstance(said := self._hear(ends_at), Batch):
-                failure = failure or self._act(said, transfer.region_bytes, act, sum, is_write)
+                assert local.act is not None
+                failure = failure or self._act(said, transfer.region_bytes, local.act, local.sum, is_write)
                 self._channel.send(failure is None)
         except BaseException as error:
             self.kill()  # It may still read or write the buffers.
             if isinstance(error, TimeoutError | BlockingIOError):
-                late = f"the process that moves bytes to or from {self._peer} hung, and was killed"
+                late = f"the process that moves bytes to or from {peer} hung, and was killed"
                 raise PoolTimeoutError(late) from failure
             if isinstance(error, OSError | EOFError):
-                raise TransferError(f"the process that moves bytes to or from {self._peer} has ended") from failure
+                raise TransferError(f"the process that moves bytes to or from {peer} has ended") from failure
             raise
         if failure is not None and isinstance(said, CallbackError):
             raise failure
-        if said is not None:
+        if isinstance(said, Exception):
             raise said from failure
+        if said is not None and local.into_arena is not None:
+            local.into_arena.sums.values = said
 
     @property
     def has_ended(self) -> bool:
         return self._child.poll() is not None
 
-    def _hear(self, ends_at: float) -> Batch | Exception | None:
-        """What the process says next; None: the transfer has ended well."""
+    def _hear(self, ends_at: float) -> Batch | Exception | np.ndarray[Any, np.dtype[np.uint64]] | None:
+        """What the process says next. Checksums or None: the transfer has ended well."""
         if not self._channel.poll(max(LATE_S, ends_at - time.monotonic())):
             raise TimeoutError
-        said: Batch | Exception | None = self._channel.recv()
-        return said
+        return self._channel.recv()  # type: ignore[no-any-return]
 
     def _act(self, batch: Batch, region_bytes: int, act: Act, sum: Sum, is_write: bool) -> Exception | None:
         """Has the caller fill or drain a batch; returns what a callback raises."""
@@ -131,18 +151,18 @@ class Mover:
 
 
 class Movers:
-    """The processes of one transport, started when transfers want them. Thread-safe.
+    """The processes of one transport, or of a server, started when transfers want them. Thread-safe.
 
     Args:
         num_connections: most of one transfer.
+        arena: the server's memory, in which rows lie; the server closes it later than this.
 
     Attributes:
         memory: what bytes pass through, uint8 [STAGING_BYTES]; None: this host shares none, so nothing is started.
     """
 
-    def __init__(self, peer: Peer, num_connections: int):
-        self._peer = peer
-        self._num_connections = num_connections
+    def __init__(self, num_connections: int, arena: Segment | None = None):
+        self._num_connections, self._arena = num_connections, arena
         self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._movers: dict[int, Mover | None] = {}  # None: not made yet.
@@ -167,14 +187,16 @@ class Movers:
                 if mover is not None:
                     mover.kill()
 
-    def move(self, transfer: Transfer, local: Local, *, is_write: bool) -> bool:
+    def move(self, peer: Peer, transfer: Transfer, local: Local, *, is_write: bool) -> bool:
         """As a transport's `write` and `read`; False, and nothing is done, if no process takes the transfer."""
-        if local.act is None or max(transfer.region_bytes, transfer.batch_bytes) > MEMORY_BYTES:
+        if local.act is None and (is_write or local.into_arena is None):
+            return False
+        if local.act is not None and max(transfer.region_bytes, transfer.batch_bytes) > MEMORY_BYTES:
             return False
         if (mover := self._take()) is None:
             return False
         try:
-            mover.move(transfer, local.act, local.sum, is_write)
+            mover.move(peer, transfer, local, self._rows_of(local), is_write)
         finally:
             with self._lock:
                 if mover.has_ended:
@@ -182,6 +204,14 @@ class Movers:
                 else:
                     self._idle.append(mover)
         return True
+
+    def _rows_of(self, local: Local) -> ArenaRows | None:
+        if local.into_arena is None or self._arena is None:
+            return None
+        assert local.rows is not None
+        start = self._arena.bytes.ctypes.data
+        places = [piece.__array_interface__["data"][0] - start for (piece,) in local.rows]
+        return ArenaRows(places, local.into_arena.sums.chunk_bytes)
 
     def _take(self) -> Mover | None:
         """A mover of this caller's own."""
@@ -206,7 +236,7 @@ class Movers:
         mover: Mover | None = None
         try:
             assert self._segment is not None
-            mover = Mover(self._peer, self._num_connections, self._segment, nth)
+            mover = Mover(self._num_connections, self._segment, nth, self._arena)
             with self._lock:
                 self._movers[nth] = mover
                 if self._is_closed:
@@ -229,8 +259,7 @@ class Movers:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "kvpool: no process for the bytes to and from %s (%s): this process moves them, which slows its steps",
-                self._peer,
+                "kvpool: no process for bytes over TCP (%s): this process moves them, which slows its steps",
                 str(error) or "it has ended",
             )
 

@@ -49,7 +49,7 @@ class TcpTransport:
         self._connections = ConnectionPool(peer)
         self._helpers = Helpers(num_connections - 1)
         self._staging = Staging()
-        self._movers = Movers(peer, num_connections)
+        self._movers = Movers(num_connections)
         self._end = weakref.finalize(self, _close_in, os.getpid(), self._movers, self._connections, self._helpers)
 
     def __repr__(self) -> str:
@@ -65,11 +65,12 @@ class TcpTransport:
         return f"{self.peer}, {self._num_connections} connection{'s' * (self._num_connections > 1)}"
 
     def write(self, transfer: Transfer, local: Local) -> None:
-        if not (transfer.out_of_process and self._movers.move(transfer, local, is_write=True)):
+        if not (transfer.out_of_process and self._movers.move(self.peer, transfer, local, is_write=True)):
             TcpWrite(transfer, local, self._connections, self._helpers).run(self._staging)
 
     def read(self, transfer: Transfer, local: Local) -> None:
-        if not (transfer.out_of_process and self._movers.move(transfer, local, is_write=False)):
+        movers = self._movers if local.into_arena is None else local.into_arena.movers
+        if not (transfer.out_of_process and movers.move(self.peer, transfer, local, is_write=False)):
             TcpRead(transfer, local, self._connections, self._helpers).run(self._staging)
 
     def close(self) -> None:

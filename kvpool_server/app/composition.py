@@ -256,6 +256,7 @@ class Composition:
             insecure_network=config.insecure_network,
             port=lambda: self.port,
             boot_token=self._boot_token,
+            arena=lambda: self.memory.segment,
             run=self.turns.run,
         )
         tiers = [each.make(context) for each in options]

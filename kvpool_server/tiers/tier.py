@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
+from kvpool.transport.segment import Segment
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.steps import Run, at_once
@@ -219,6 +220,7 @@ class TierContext:
         insecure_network: other hosts may be reached without encryption.
         port: of the server; 0 as long as it does not listen.
         boot_token: by which the server's answers name its start.
+        arena: the memory in which all that is read lands, for processes that map it; None: not known.
         run: does work on many blocks in steps, between which the server serves other calls.
     """
 
@@ -229,6 +231,7 @@ class TierContext:
     insecure_network: bool = False
     port: Callable[[], int] = lambda: 0
     boot_token: int = 0
+    arena: Callable[[], Segment | None] = lambda: None
     run: Run = at_once
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.client.block_io import ChunkSums, sums_of
 from kvpool.protocol.hashing import DEFAULT_SEED, MAX_LOCKED_BYTES, block_hashes, checksum, sha256_cbor
+from kvpool.transport.chunk_sums import ChunkSums, sums_of
 
 GOLDEN = [
     "34a0f2f90671cd97c20c1bb8463391c24d8456547af0bd1bebf0d48bff335e7e",

@@ -12,9 +12,9 @@ from unittest.mock import ANY
 
 import pytest
 
-from kvpool.client.block_io import ChunkSums
 from kvpool.client.rpc import PoolRpc
 from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.transport.chunk_sums import ChunkSums
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.scheduler import resets

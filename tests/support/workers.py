@@ -27,6 +27,7 @@ from tests.support.processes import ServerProcess, wait_for
 
 KEY, NONCE = b"k" * 32, b"n" * 16
 NUM_ENTRIES = 10_000
+NOWHERE = Peer("127.0.0.1", 1, NONCE, 1.0)
 
 
 class Port:
@@ -121,16 +122,19 @@ class Permitted:
 def wait_for_mover(movers: Movers) -> int:
     """Has a process started, and waits until it takes transfers; returns its id."""
     nothing = Transfer(1, (), 64, 5.0), Local(lambda first, buffers: None)
-    wait_for(lambda: movers.move(*nothing, is_write=True), "the process that moves bytes")
+    wait_for(lambda: movers.move(NOWHERE, *nothing, is_write=True), "the process that moves bytes")
     return movers._idle[-1].pid
 
 
-def workers_of(server: ServerProcess) -> list[int]:
-    """Process ids of a server's live data workers."""
+WORKER, MOVER = "kvpool_server.data_plane.worker", "kvpool.transport.mover_process"
+
+
+def workers_of(server: ServerProcess, module: str = WORKER) -> list[int]:
+    """Process ids of a server's live data workers, or of its children that run another module."""
     children: list[int] = []
     for task in Path(f"/proc/{server.pid}/task").iterdir():
         children += map(int, (task / "children").read_text().split())
-    return [pid for pid in children if is_worker(pid)]
+    return [pid for pid in children if is_worker(pid, module)]
 
 
 @contextmanager
@@ -146,9 +150,9 @@ def workers_stopped(server: ServerProcess) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def is_worker(pid: int) -> bool:
-    """Whether this process is a data worker, and no zombie."""
+def is_worker(pid: int, module: str = WORKER) -> bool:
+    """Whether this process runs the module, and is no zombie."""
     try:
-        return b"kvpool_server.data_plane.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
 
-from kvpool.client.block_io import Checksums
 from kvpool.client.handles import Namespace
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import (
@@ -26,6 +25,7 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.types import PutStatus
 from kvpool.transport.base import Buffers
+from kvpool.transport.chunk_sums import Checksums
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, own_clock
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import RankShards

@@ -82,7 +82,10 @@ class PeersOptions(TierOptions):
             if peer == self.advertise or (is_here and port == context.listen[1]):
                 raise ConfigError(f"tier {self.tier_name}: peer={peer} is this server; give other servers alone")
         directory = self._directory(context) if self.directory else None
-        return PeersTier(self.tier_name, config, peers, directory, self.handover, own_boot_token=context.boot_token)
+        return PeersTier(
+            self.tier_name, config, peers, directory, self.handover,
+            own_boot_token=context.boot_token, arena=context.arena,
+        )  # fmt: skip
 
     def _directory(self, context: TierContext) -> Directory:
         if not self.key_file:

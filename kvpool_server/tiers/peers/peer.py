@@ -23,6 +23,7 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.skew import OWN, Release, check_skew
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits, Slots
 from kvpool.transport.base import Transport
+from kvpool.transport.mover import Movers
 from kvpool_server.cache.entry import Group
 from kvpool_server.tiers.tier import BlockKey, Prompt, keys_of
 
@@ -50,11 +51,14 @@ class LeasedRun:
 class Peer:
     """Its methods block for as long as the deadlines of `config` allow; threads may call them at once.
 
+    Args:
+        movers: processes that read into this server's arena; None: this process does.
+
     Raises (every method): KVPoolError.
     """
 
-    def __init__(self, config: ClientConfig):
-        self._client = Client(config)
+    def __init__(self, config: ClientConfig, movers: Movers | None = None):
+        self._client, self._movers = Client(config), movers
         self._lock = threading.Lock()
         self._reached: tuple[Transport, int, int] | None = None  # Its boot token, and the size of its arena.
 
@@ -104,8 +108,10 @@ class Peer:
         start = leased.slots.start + leased.indices[block_hashes[0]]
         slots = replace(leased.slots, start=start, stop=start + len(block_hashes))
         run = BlockRun(leased.group_idx, block_hashes)
-        arrays = InPlace([np.frombuffer(view, np.uint8) for view in into])
-        located = self._client.get(leased.namespace, leased.lease_id, [run], arrays, leased=slots)
+        arrays = InPlace([np.frombuffer(view, np.uint8) for view in into], self._movers)
+        located = self._client.get(
+            leased.namespace, leased.lease_id, [run], arrays, leased=slots, out_of_process=self._movers is not None
+        )
         count = leased.namespace.group(leased.group_idx).num_shards
         return [located.checksums[nth * count :][:count] for nth in range(len(block_hashes))]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,9 @@ import structlog
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import BusyError, ConfigError, LeaseExpiredError
 from kvpool.protocol.text import escaped
+from kvpool.transport.helpers import movers_of
+from kvpool.transport.mover import Movers
+from kvpool.transport.segment import Segment
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.tiers.health import AWAY_S, Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
@@ -62,6 +66,7 @@ class PeersTier(Tier):
         handover_bytes: that peers are asked to read at most when this server leaves; 0: none.
         clock: monotonic seconds.
         own_boot_token: of this server; 0: not known.
+        arena: of this server, into which processes of their own read from peers; None: this process does.
     """
 
     keeps = False
@@ -77,9 +82,10 @@ class PeersTier(Tier):
         handover_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         own_boot_token: int = 0,
+        arena: Callable[[], Segment | None] = lambda: None,
     ):
         super().__init__(name)
-        self._own_boot_token = own_boot_token
+        self._own_boot_token, self._arena = own_boot_token, arena
         self._own: set[str] = set()  # Endpoints that have turned out to be this server's.
         self._config = config
         self._peers = peers
@@ -92,11 +98,14 @@ class PeersTier(Tier):
         self._leases = Leases()
         self._questions: DaemonThreadPool | None = None
         self._reads: DaemonThreadPool | None = None
+        self._movers: Movers | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         self._questions = DaemonThreadPool(QUESTIONS, "kvpool-peers-ask")
         self._reads = DaemonThreadPool(READS, "kvpool-peers-read")
+        if (arena := self._arena()) is not None:
+            self._movers = Movers(movers_of(len(os.sched_getaffinity(0))), arena)
         for endpoint in self._peers:
             await self._level(endpoint)
         if self._directory is not None:
@@ -130,6 +139,8 @@ class PeersTier(Tier):
             await self._directory.close()
         levels, self._levels = self._levels, {}
         pools, self._questions, self._reads = (self._questions, self._reads), None, None
+        if self._movers is not None:
+            self._movers.close()
         await asyncio.gather(*(asyncio.to_thread(level.peer.close) for level in levels.values()))
         await asyncio.gather(*(asyncio.to_thread(threads.close, CLOSE_S) for threads in pools if threads is not None))
 
@@ -207,7 +218,8 @@ class PeersTier(Tier):
             from kvpool_server.tiers.peers.peer import Peer  # `--help` loads no gRPC.
 
             try:
-                peer = await self._questions.call(Peer, dataclasses.replace(self._config, endpoint=endpoint))
+                config = dataclasses.replace(self._config, endpoint=endpoint)
+                peer = await self._questions.call(Peer, config, self._movers)
             except ConfigError as error:
                 if endpoint in self._peers:
                     raise ConfigError(f"tier {self.name}: {error}") from None

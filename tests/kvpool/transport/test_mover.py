@@ -5,26 +5,30 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.protocol.errors import ConfigError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport import child_process
 from kvpool.transport import mover as module
 from kvpool.transport.base import Buffers, Local, Transfer
+from kvpool.transport.chunk_sums import ChunkSums, sums_of
 from kvpool.transport.data_port import Kind
 from kvpool.transport.helpers import STAGING_BYTES
-from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
+from kvpool.transport.mover import MEMORY_BYTES, MOVERS, IntoArena, Movers
+from kvpool.transport.segment import Segment
 from kvpool.transport.tcp import TcpTransport
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for
 from tests.support.scripted_port import scripted_port
-from tests.support.workers import Permitted, Port, data_port, wait_for_mover
+from tests.support.workers import NOWHERE, Permitted, Port, data_port, wait_for_mover
 
 MIB = 1 << 20
 
@@ -35,19 +39,19 @@ class Apart:
     name, one_sided = "tcp", False
 
     def __init__(self, port: Port, num_connections: int):
-        self.movers = Movers(port.peer(), num_connections)
+        self.movers, self.peer = Movers(num_connections), port.peer()
         self._here = port.connect(1)
         self.memory = self.movers.memory
         self.num_left = 0
         self.pid = wait_for_mover(self.movers)
 
     def write(self, transfer: Transfer, source: Local) -> None:
-        if not self.movers.move(transfer, source, is_write=True):
+        if not self.movers.move(self.peer, transfer, source, is_write=True):
             self.num_left += source.act is not None
             self._here.write(transfer, source)
 
     def read(self, transfer: Transfer, sink: Local) -> None:
-        if not self.movers.move(transfer, sink, is_write=False):
+        if not self.movers.move(self.peer, transfer, sink, is_write=False):
             self.num_left += sink.act is not None
             self._here.read(transfer, sink)
 
@@ -102,7 +106,9 @@ def write(apart: Apart, port: Port, fill: object, timeout_s: float = DEADLINE_S,
     """Whether the process took a write of some regions, one a batch."""
     offsets = [nth * REGION_BYTES for nth in range(count)]
     permit = port.permit(Kind.WRITE, 1, offsets, REGION_BYTES)
-    return apart.movers.move(Transfer(1, offsets, REGION_BYTES, timeout_s, 1, permit), Local(fill), is_write=True)
+    return apart.movers.move(
+        apart.peer, Transfer(1, offsets, REGION_BYTES, timeout_s, 1, permit), Local(fill), is_write=True
+    )
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
@@ -121,14 +127,14 @@ def test_a_process_that_dies_or_hangs_fails_its_transfers_and_is_started_again(
 
 
 def test_a_transfer_has_all_connections() -> None:
-    with scripted_port(nbytes=24 * MIB) as port, closing(Movers(port.peer(), 3)) as movers:
+    with scripted_port(nbytes=24 * MIB) as port, closing(Movers(3)) as movers:
         wait_for_mover(movers)
         transfer = Transfer(1, range(0, 24 * MIB, MIB), MIB, DEADLINE_S, MIB, bytes(24))
 
         def drain(first: int, buffers: Buffers) -> None:
             wait_for(lambda: port.num_connections == 3, "all connections")
 
-        assert movers.move(transfer, Local(drain), is_write=False)
+        assert movers.move(port.peer(), transfer, Local(drain), is_write=False)
 
 
 def test_others_go_on_beside_a_full_process(own: tuple[Apart, Port]) -> None:
@@ -163,19 +169,57 @@ def test_closing_ends_transfers_under_way(own: tuple[Apart, Port]) -> None:
     assert not write(apart, port, lambda first, buffers: None)
 
 
+@pytest.fixture
+def arena() -> Iterator[Segment]:
+    with closing(Segment.create(MIB)) as arena:
+        yield arena
+
+
+def test_a_servers_process_reads_into_its_arena_and_sums(port: Port, arena: Segment) -> None:
+    chunk, count = REGION_BYTES // 4, 40
+    port.arena[:MIB] = np.random.default_rng(1).integers(0, 256, MIB, np.uint8)
+    offsets = [nth * 2 * REGION_BYTES for nth in range(count)]
+    rows = [[arena.bytes[nth * REGION_BYTES :][:REGION_BYTES]] for nth in reversed(range(count))]
+    permit = port.permit(Kind.READ, 1, offsets, REGION_BYTES)
+    sums = ChunkSums(count, REGION_BYTES, chunk)
+    with closing(Movers(3, arena)) as movers:
+        wait_for_mover(movers)
+        local = Local(rows=rows, sum=here, into_arena=IntoArena(movers, sums))
+        assert movers.move(
+            port.peer(), Transfer(1, offsets, REGION_BYTES, DEADLINE_S, permit=permit), local, is_write=False
+        )
+    expected = [port.arena[at : at + REGION_BYTES] for at in offsets]
+    assert all(np.array_equal(row, one) for (row,), one in zip(rows, expected, strict=True))
+    assert sums.all() == [each for region in expected for each in sums_of([region], chunk)]
+
+
+def here(first: int, regions: object) -> None:
+    pytest.fail("this process has summed the rows")
+
+
+def test_a_process_that_is_killed_reads_nothing_into_the_arena_later(arena: Segment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, closing(Movers(1, arena)) as movers:
+        pid = wait_for_mover(movers)
+        peer = module.Peer("127.0.0.1", silent.getsockname()[1], b"n" * 16, DEADLINE_S)
+        local = Local(rows=[[arena.bytes[:64]]], into_arena=IntoArena(movers, ChunkSums(1, 64, 64)))
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(TransferError, match="has ended"):
+            movers.move(peer, Transfer(1, [0], 64, DEADLINE_S, permit=bytes(24)), local, is_write=False)
+        assert not is_running(pid), "the slots are another block's from now on"
+
+
 def test_what_the_process_meets_reaches_the_caller(own: tuple[Apart, Port]) -> None:
     apart, port = own
     expired = Transfer(1, [0], 64, DEADLINE_S, 64, port.permit(Kind.READ, 1, [0], 64, ttl_s=0))
     with pytest.raises(LeaseExpiredError, match="has expired"):
-        apart.movers.move(expired, Local(lambda first, buffers: None), is_write=False)
+        apart.movers.move(apart.peer, expired, Local(lambda first, buffers: None), is_write=False)
     with pytest.raises(KeyboardInterrupt):
         write(apart, port, interrupt)
     assert not is_running(apart.pid), "it may still write into the buffers"
-    gone = Movers(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0), 1)
-    with closing(gone):
+    with closing(Movers(1)) as gone:
         wait_for_mover(gone)
         with pytest.raises(UnavailableError, match="cannot reach the data port"):
-            gone.move(expired, Local(lambda first, buffers: None), is_write=False)
+            gone.move(NOWHERE, expired, Local(lambda first, buffers: None), is_write=False)
 
 
 def interrupt(first: int, buffers: Buffers) -> None:
@@ -185,7 +229,7 @@ def interrupt(first: int, buffers: Buffers) -> None:
 def test_what_does_not_fit_the_shared_memory_stays_here_and_so_does_a_forks(own: tuple[Apart, Port]) -> None:
     apart, port = own
     transfer = Transfer(1, [0], MEMORY_BYTES + 1, DEADLINE_S)
-    assert not apart.movers.move(transfer, Local(lambda first, buffers: None), is_write=True)
+    assert not apart.movers.move(apart.peer, transfer, Local(lambda first, buffers: None), is_write=True)
     if not (pid := os.fork()):
         os._exit(write(apart, port, lambda first, buffers: None))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -224,8 +268,8 @@ def test_a_process_that_does_not_start_is_told_once(
 ) -> None:
     monkeypatch.setattr(child_process.sys, "executable", executable)
     monkeypatch.setattr(module, "START_AGAIN_S", 0.0)
-    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
-        nothing = Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None)
+    with closing(Movers(1)) as movers:
+        nothing = NOWHERE, Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None)
         assert not movers.move(*nothing, is_write=True)
         wait_for(lambda: caplog.records, "a warning")
         for _ in range(3):
@@ -239,7 +283,8 @@ def test_closing_ends_a_process_that_starts(monkeypatch: pytest.MonkeyPatch, tmp
     script.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 60\n")
     script.chmod(0o700)
     monkeypatch.setattr(child_process.sys, "executable", str(script))
-    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
-        assert not movers.move(Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None), is_write=True)
+    with closing(Movers(1)) as movers:
+        nothing = NOWHERE, Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None)
+        assert not movers.move(*nothing, is_write=True)
         wait_for(lambda: told.exists() and told.read_text(), "the process")
     wait_for(lambda: not is_running(int(told.read_text())), "its end")

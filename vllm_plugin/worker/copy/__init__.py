@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.block_io import Checksums, InPlace
+from kvpool.client.block_io import InPlace
 from kvpool.transport.base import Buffers
+from kvpool.transport.chunk_sums import Checksums
 from vllm_plugin.worker.layout import Layout
 
 BlockIds = Sequence[Sequence[int]]

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from kvpool.client.block_io import Checksums
 from kvpool.transport.base import Buffers
+from kvpool.transport.chunk_sums import Checksums
 from vllm_plugin.worker.copy import BlockIds, Copier, driver, xxh3
 from vllm_plugin.worker.copy.paged import PagedBlocks
 from vllm_plugin.worker.copy.pinned import CudaHost, PinnedMemory, StridedRun

@@ -28,6 +28,7 @@ from tests.support.directory import DirectoryProcess
 from tests.support.processes import wait_for
 from tests.support.secured_server import SecuredServer
 from tests.support.values import block_hash, group_spec
+from tests.support.workers import MOVER, workers_of
 
 LEASED = [block_hash(nth) for nth in range((64 << 20) // CHUNK)]
 """As many blocks as the memory of a test's server has room for."""
@@ -50,6 +51,19 @@ def test_blocks_of_a_named_server_come_up_with_their_bytes(host: Callable[..., H
     assert all(other.load(*names)), "they are this server's now"
     away = {owner.server.endpoint: (False, len(names) * CHUNK)}
     wait_for(lambda: other.servers == away, "the server to notice, though nobody asks it")
+
+
+def test_a_process_of_its_own_reads_and_may_end(host: Callable[..., Host]) -> None:
+    owner = host()
+    owner.put(*range(60))
+    other = host(*_naming(owner))
+    wait_for(lambda: all(other.load(*range(20))), "the server, which reads while no process does", 20)
+    wait_for(lambda: workers_of(other.server, MOVER), "the process", 20)
+    wait_for(lambda: all(other.load(*range(20, 40))), "the process to read", 20)
+    for pid in workers_of(other.server, MOVER):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: all(other.load(*range(40, 60))), "a server that reads by itself again", 20)
+    assert other.read_bytes == 60 * CHUNK
 
 
 def test_a_block_that_has_left_again_is_read_again(host: Callable[..., Host]) -> None:
