@@ -62,23 +62,25 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: within some percent, no pool reaches more. Documents at saturation and
+hold everything, answer at once and cost nothing: within a tenth, no pool reaches more. Documents at saturation and
 at one and a half times: three rounds of one command (`--arms 'none,kvpool shm,kvpool tcp,offloading,tiered
 bounded,kvpool tcp+tls' --loads 1,1.5 --rounds 3`; Mooncake: one, of an earlier commit), the arms one after the other,
-the rounds of an arm in one start: the pool is full from the second rate on. Figures without a spread are of one round,
-of earlier commits and load policies, but for TCP at a half and at twice saturation; other workloads are of earlier
-commits, too. A ratio is of runs of one round, but requests per second are of all rounds, interpolated between
-the rates that ran and at most the highest of them. Not measured in this form: a quarter of saturation, one and four
+the rounds of an arm in one start: the pool is full from the second rate on. At a half of saturation and at twice:
+two rounds of one later command (`--loads 0.5,2 --rounds 2`, without TLS), and one round at a quarter, for hit tokens
+alone. Other workloads are of one round each, of earlier commits and load policies. A ratio is of runs of one round, but
+requests per second are of all rounds, interpolated between
+the rates that ran and at most the highest of them. Not measured in this form: one and four
 engines, sticky routing, the other published workloads, LMCache, and tiered offloading without a bound.
 What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came before and
 must be computed. At saturation the ideal pool's mean is 0.64 of ideal private stores', and the rate at which nine of
-ten requests wait for a second at most is a quarter above that of none for the ideal pool, too. Of 1 million tokens that
+ten requests wait for a second at most is a quarter above that of none for the ideal pool, too; kvpool's is a tenth
+higher still, which shows how exact the simulation is. Of 1 million tokens that
 an infinite cache hits, beyond saturation 25,000 are asked for while their document is being computed, and 40,000 have
 been evicted (50,000 by an LRU): the rest of what kvpool lacks to the ideal pool. Over TCP up to three hundredths of the
 hit tokens are declined there, too, and a tenth with TLS: computing them ends sooner. Engines that fall behind pay for
-each lost hit again. At half of saturation TCP gains nothing: a GPU that idles half of the time computes a document as
-soon. Conversations of eight turns are larger together than the pool: what is evicted is computed again, and prompts so
-long take more than twice as long over TCP as through shared memory ([gpu_network](gpu_network.md)).
+each lost hit again. At half of saturation TCP gains little: a GPU that idles half of the time computes a document
+nearly as soon. Conversations of eight turns are larger together than the pool: what is evicted is computed again, and
+prompts so long take more than twice as long over TCP as through shared memory ([gpu_network](gpu_network.md)).
 At one and a half times saturation engines without a pool, and with offloading, fall behind, and their means grow with
 the number of requests; at twice saturation all do. A shared system prompt stays in every engine's own cache, so no
 store can gain there: kvpool costs what lookups of new tokens and their stores take.""",
@@ -155,8 +157,9 @@ real servers on this host, and a directory. The directory's round trip is that o
 server's event loop packs and parses. A server of the last row has a million blocks of 16 tokens, and gets ten prompts
 of 8,000 new tokens a second.""",
     "peer_reads-16-cores": """The same on a GPU's host, with 16 cores. A client that reads the prompt at once moves
-three quarters as much as bare sockets; between servers the first, small reads and the making of room cost as much time
-as the rest.""",
+three quarters as much as bare sockets; between servers the lookup, the leases, the first, small reads and the making of
+room take the rest of the time. The prompt is loaded from the server's memory only when all of it is up: half as much
+time again.""",
     "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
 million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
 tier that does not answer (Mooncake's, with a stopped master). In this result the puts found free
@@ -202,9 +205,9 @@ Rows that name a number of connections come from `--connections`, from engines o
 connections where its engine computes nothing meanwhile, and four beside requests that decode. Held by another server:
 the engine shares the memory of a server that has none of the prompt, and reads all of it from the server that has;
 only then the engine loads. What bounds the misses: over TCP, the bytes on the wire and the step that computes the last
-token; from another server, the same bytes at half the rate of bare sockets ([peer_reads](peer_reads-16-cores.md)),
-because the threads that read them share the server's interpreter with the event loop, which makes room for them, and
-then the load from its memory.""",
+token; from another server, the same bytes, at three fifths of the rate of bare sockets
+([peer_reads](peer_reads-16-cores.md)), and then the load from the server's memory. Processes of the server's own read
+them: read by threads of the server, in the same hour, such a prompt took two fifths longer.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
