@@ -24,8 +24,7 @@ from kvpool_server.cache.restoring import Adoption, Columns
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping import store
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.head import Geometry, geometry_of, num_begun
-from kvpool_server.keeping.table import TABLE, Kind, SlotTable, file_bytes
+from kvpool_server.keeping.table import TABLE, Geometry, Kind, SlotTable, file_bytes, geometry_of, num_begun
 from kvpool_server.process.process_memory import no_collections
 
 log = structlog.get_logger()
@@ -102,7 +101,7 @@ def _adoptable(found: Mapping[str, Sequence[int]], nbytes: int, has_tenants: boo
         raise _RefusedError(f"--memory is not {MIN_EXTENTS} to {MAX_EXTENTS} times {before.extent_bytes} bytes")
     if why := why_other(segment_fd, before.arena_bytes, before.nonce):
         raise _RefusedError(why)
-    if os.fstat(table_fd).st_size != file_bytes(before.arena_bytes // before.extent_bytes):
+    if os.fstat(table_fd).st_size != file_bytes(before.num_extents):
         raise _RefusedError("its table has another size")
     if num_begun(table_fd) >= MAX_BEGUN:
         raise _RefusedError(f"{MAX_BEGUN} servers have not got over its adoption")

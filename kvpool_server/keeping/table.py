@@ -33,32 +33,28 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.types import Quota
+from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES, Quota
 from kvpool.transport.segment import sealed_file
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.restoring import Columns
 from kvpool_server.keeping import records
-from kvpool_server.keeping.head import (
-    BACKED_AT,
-    BEGUN_AT,
-    CHECK,
-    LATE,
-    LATE_AT,
-    Geometry,
-    check_of,
-    geometry_of,
-    head_of,
-    num_begun,
-)
 
 TABLE = "kvpool-table"
 """Name of the file, and of its descriptor where it is kept."""
+FORMAT = int.from_bytes(b"kvkeep\0\4", "little")
+"""Changes with the layout: a table of another format is not read."""
 NAMESPACES, POLICIES = 1_024, 16
 PLACE_BYTES, POLICY_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 512 << 10, 1 << 20, 64 << 10
+CHECK = struct.Struct("<Q")
+LATE = struct.Struct(">Q")
+"""Big-endian: a write of a later time that a death cuts short leaves no earlier one."""
+BACKED_AT, BEGUN_AT, LATE_AT = 1 << 10, 2 << 10, 3 << 10
 Value = TypeVar("Value")
+_HEAD = struct.Struct(f"<QQQI{NONCE_BYTES}s{TOKEN_BYTES}sQ")
 _LENGTH = struct.Struct("<QI")
 _ABSENT = bytes(CHECK.size)
 _CLASS_AT, _LAYOUT_AT, _RECORDS_AT = 0, 8, 64 << 10  # What is erased begins at a page, whatever its size.
@@ -70,8 +66,29 @@ _NAMESPACES_AT = _POLICIES_AT + POLICIES * POLICY_BYTES
 _EXTENTS_AT = _NAMESPACES_AT + NAMESPACES * PLACE_BYTES
 
 
+class Geometry(NamedTuple):
+    """What a table and its arena agree on.
+
+    Args:
+        has_tenants: an extent belongs to one tenant.
+        nonce, token: of the arena's segment.
+        secret: of the checksums of records.
+    """
+
+    arena_bytes: int
+    extent_bytes: int
+    has_tenants: bool
+    nonce: bytes
+    token: bytes
+    secret: int = 0
+
+    @property
+    def num_extents(self) -> int:
+        return self.arena_bytes // self.extent_bytes
+
+
 class Kind(NamedTuple):
-    """Which blocks are alike: those of one group, whose namespace has a place."""
+    """Blocks of one group, whose namespace has a place."""
 
     place: int
     group_idx: int
@@ -86,30 +103,27 @@ class SlotTable:
 
     Args:
         fd: of the file; closed with the table.
-        extent_bytes, num_extents: of the arena.
-        secret: as in the head.
 
     Attributes:
-        fd, extent_bytes, num_extents, secret: as given.
         late_until: until when clients may write to each extent, also those of servers that have ended.
     """
 
-    def __init__(self, fd: int, extent_bytes: int, num_extents: int, secret: int = 0):
-        self.fd, self.extent_bytes, self.num_extents, self.secret = fd, extent_bytes, num_extents, secret
-        self._pages = mmap.mmap(fd, file_bytes(num_extents))
+    def __init__(self, fd: int, geometry: Geometry):
+        self.fd, self.secret = fd, geometry.secret
+        self.extent_bytes, self.num_extents = geometry.extent_bytes, geometry.num_extents
+        self._pages = mmap.mmap(fd, file_bytes(self.num_extents))
         self._view = memoryview(self._pages)
         self._words = np.frombuffer(self._view, np.uint64)
-        self._layouts = [self._layout_of(idx) for idx in range(num_extents)]  # Bytes of a slot, and shards.
-        self._counts = [0] * num_extents  # Of records, since this object was made.
-        self.late_until = [until for (until,) in LATE.iter_unpack(self._read(LATE_AT, LATE.size * num_extents))]
+        self._layouts = list(map(self._layout_of, range(self.num_extents)))  # Bytes of a slot, and shards.
+        self._counts = [0] * self.num_extents  # Of records, since this object was made.
+        self.late_until = [until for (until,) in LATE.iter_unpack(self._read(LATE_AT, LATE.size * self.num_extents))]
 
     @classmethod
     def create(cls, geometry: Geometry) -> SlotTable:
         """An empty table. Raises OSError."""
-        num_extents = geometry.arena_bytes // geometry.extent_bytes
-        secret = geometry.secret or secrets.randbits(64)
-        table = cls(sealed_file(TABLE, file_bytes(num_extents)), geometry.extent_bytes, num_extents, secret)
-        table._put_checked(0, head_of(geometry._replace(secret=secret)))
+        geometry = geometry._replace(secret=geometry.secret or secrets.randbits(64))
+        table = cls(sealed_file(TABLE, file_bytes(geometry.num_extents)), geometry)
+        table._put_checked(0, _HEAD.pack(FORMAT, *geometry))
         return table
 
     @classmethod
@@ -117,7 +131,7 @@ class SlotTable:
         """The table that another object, or another process, has made; `fd` is closed with it. Raises OSError."""
         geometry = geometry_of(fd)
         assert geometry is not None, "whoever reopens a table has looked at its head"
-        return cls(fd, geometry.extent_bytes, geometry.arena_bytes // geometry.extent_bytes, geometry.secret)
+        return cls(fd, geometry)
 
     def close(self) -> None:
         """Idempotent."""
@@ -129,10 +143,9 @@ class SlotTable:
             self.fd = -1
 
     def copy(self, other: SlotTable, idx: int | None = None) -> None:
-        """Takes over what another table of the same secret says.
+        """Takes over what another table of the same secret says of an extent, which has no records here.
 
-        Args:
-            idx: of an extent, which has no records here; None: quotas, policies and namespaces.
+        Without `idx` it takes over quotas, policies and namespaces.
         """
         at, end = (HEAD_BYTES, _EXTENTS_AT) if idx is None else (self._start(idx), self._start(idx + 1))
         with contextlib.suppress(OSError):  # Nothing but holes follows.
@@ -184,11 +197,7 @@ class SlotTable:
         return max(filter(None, places), default=(0, {}), key=lambda each: each[0])
 
     def put_learned(self, place: int, stamp: int, slot_class: tuple[str, int] = ("", 0), learned: bytes = b"") -> None:
-        """Puts what the policy of a slot class has learned in one of `POLICIES` places.
-
-        Args:
-            stamp: of the pool's last call.
-        """
+        """Puts what the policy of a slot class has learned in one of `POLICIES` places; `stamp` is the last call's."""
         at = _POLICIES_AT + place * POLICY_BYTES
         if not learned or not self._put_text(at, POLICY_BYTES, stamp, msgspec.json.encode((*slot_class, learned))):
             self._put(at, _ABSENT)
@@ -222,8 +231,9 @@ class SlotTable:
         for place in range(NAMESPACES):
             content = self._json(_NAMESPACES_AT + place * PLACE_BYTES, PLACE_BYTES, NamespaceSpec)
             if content is not None:
-                found.append((content[0], place, content[1]))
-        return [each[1:] for each in sorted(found, key=lambda each: each[0])]
+                order, spec = content
+                found.append((order, place, spec))
+        return [(place, spec) for _, place, spec in sorted(found, key=lambda each: each[0])]
 
     # Extents and records
 
@@ -363,3 +373,25 @@ class SlotTable:
 def file_bytes(num_extents: int) -> int:
     """Of a table, most of which has no memory."""
     return _EXTENTS_AT + num_extents * _EXTENT_BYTES
+
+
+def geometry_of(fd: int) -> Geometry | None:
+    """What the head of a table says; None if it is no table of this format."""
+    head = os.pread(fd, CHECK.size + _HEAD.size, 0)
+    if len(head) < CHECK.size + _HEAD.size:
+        return None
+    (check,), content = CHECK.unpack_from(head), head[CHECK.size :]
+    found, arena_bytes, extent_bytes, has_tenants, *rest = _HEAD.unpack(content)
+    if found != FORMAT or check != check_of(0, content):
+        return None
+    return Geometry(arena_bytes, extent_bytes, bool(has_tenants), *rest)
+
+
+def num_begun(fd: int) -> int:
+    """How many adoptions of a table have begun since a server with it has served clients."""
+    return int(CHECK.unpack(os.pread(fd, CHECK.size, BEGUN_AT))[0])
+
+
+def check_of(at: int, content: bytes | memoryview) -> int:
+    """The checksum of content at a place; never 0."""
+    return xxhash.xxh3_64_intdigest(content, at) or 1

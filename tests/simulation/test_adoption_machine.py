@@ -24,10 +24,9 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.pool import Pool
-from kvpool_server.keeping import adoption, follower, head, records, table
+from kvpool_server.keeping import adoption, follower, records, table
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.head import Geometry
-from kvpool_server.keeping.table import SlotTable
+from kvpool_server.keeping.table import Geometry, SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.test_pool_machine import ONE, OTHERS, PLAIN, SHARDED, PoolMachine
 from tests.simulation.world import EXTENT_BYTES, GRACE_S, LIMITS, NUM_EXTENTS, SPECS, World
@@ -306,8 +305,7 @@ def test_a_table_that_is_written_in_another_order_is_caught(broken: type[TableFo
 
 
 def test_records_without_checksums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (head, table):
-        monkeypatch.setattr(module, "check_of", lambda at, content: 1)
+    monkeypatch.setattr(table, "check_of", lambda at, content: 1)
     monkeypatch.setattr(records, "_checks", lambda words, secret: np.ones(len(words), np.uint64))
     with pytest.raises((AssertionError, ValueError, UnicodeDecodeError)):
         _play(TableFollower)

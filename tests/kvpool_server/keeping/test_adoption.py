@@ -19,10 +19,9 @@ from structlog.testing import capture_logs
 
 from kvpool.protocol.types import BlockRun
 from kvpool.transport.segment import TRAILER_BYTES, Segment, sealed_file
-from kvpool_server.keeping import head, store, table
+from kvpool_server.keeping import store, table
 from kvpool_server.keeping.adoption import ARENA, MAX_BEGUN, KeptMemory
-from kvpool_server.keeping.head import Geometry
-from kvpool_server.keeping.table import TABLE, SlotTable
+from kvpool_server.keeping.table import TABLE, Geometry, SlotTable
 from tests.support.kept_server import KeptServer, Manager, children_of
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
@@ -168,10 +167,10 @@ def _short_table(fds: dict[str, int]) -> None:
 
 
 def _table_of_another_release(fds: dict[str, int]) -> None:
-    geometry = head.geometry_of(fds[TABLE])
+    geometry = table.geometry_of(fds[TABLE])
     assert geometry is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "FORMAT", head.FORMAT + 1)
+        patch.setattr(table, "FORMAT", table.FORMAT + 1)
         with closing(SlotTable.create(geometry)) as later:
             os.pwrite(fds[TABLE], os.pread(later.fd, table.HEAD_BYTES, 0), 0)
 
@@ -200,7 +199,7 @@ def _nothing(fds: dict[str, int]) -> None:
         (lambda fds: os.close(fds.pop(TABLE)), {}, "it is not one arena and one table"),
         (lambda fds: fds.update(other=os.open("/dev/null", os.O_RDONLY)), {}, "it is not one arena and one table"),
         (
-            lambda fds: os.pwrite(fds[TABLE], head.CHECK.pack(MAX_BEGUN), head.BEGUN_AT),
+            lambda fds: os.pwrite(fds[TABLE], table.CHECK.pack(MAX_BEGUN), table.BEGUN_AT),
             {},
             "2 servers have not got over its adoption",
         ),

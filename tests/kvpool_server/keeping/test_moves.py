@@ -14,8 +14,7 @@ from kvpool_server.app import arena_memory
 from kvpool_server.app.arena_memory import STEP_BYTES, ArenaMemory
 from kvpool_server.keeping import store
 from kvpool_server.keeping.adoption import ARENA
-from kvpool_server.keeping.head import Geometry
-from kvpool_server.keeping.table import TABLE, SlotTable
+from kvpool_server.keeping.table import TABLE, Geometry, SlotTable
 from kvpool_server.settings.config import ServerConfig
 from tests.support.kept_server import Manager
 

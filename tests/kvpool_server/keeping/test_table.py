@@ -21,9 +21,8 @@ from kvpool_server.cache.restoring import Columns
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping.adoption import restore
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.head import Geometry, geometry_of
 from kvpool_server.keeping.records import record_bytes
-from kvpool_server.keeping.table import HEAD_BYTES, Kind, SlotTable
+from kvpool_server.keeping.table import HEAD_BYTES, Geometry, Kind, SlotTable, geometry_of
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
