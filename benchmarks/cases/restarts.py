@@ -50,8 +50,7 @@ from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
 from kvpool_server.cache.allocator.arena import MIN_SLOT_BYTES
 from kvpool_server.cache.eviction import DEFAULT_POLICY
 from kvpool_server.cache.steps import finish
-from kvpool_server.keeping.adoption import restore
-from kvpool_server.keeping.follower import MARK_EVERY_S, TableFollower
+from kvpool_server.keeping.adoption import MARK_EVERY_S, TableFollower, restore
 from kvpool_server.keeping.table import Geometry, SlotTable
 from testbed.kept import server_below
 from testbed.ports import is_listening

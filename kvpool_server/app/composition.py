@@ -35,8 +35,7 @@ from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.messages import Encoder
 from kvpool_server.events.publisher import EventStreams
 from kvpool_server.events.sockets import Gate
-from kvpool_server.keeping.adoption import restore
-from kvpool_server.keeping.follower import TableFollower
+from kvpool_server.keeping.adoption import TableFollower, restore
 from kvpool_server.keeping.store import ENDED
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families

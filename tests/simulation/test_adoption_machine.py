@@ -24,8 +24,8 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.pool import Pool
-from kvpool_server.keeping import adoption, follower, records, table
-from kvpool_server.keeping.follower import TableFollower
+from kvpool_server.keeping import adoption, records, table
+from kvpool_server.keeping.adoption import TableFollower
 from kvpool_server.keeping.table import Geometry, SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.test_pool_machine import ONE, OTHERS, PLAIN, SHARDED, PoolMachine
@@ -185,7 +185,7 @@ def _quotas(pool: Pool) -> dict[str, int]:
 def _few_namespaces() -> Iterator[None]:
     """To look at a thousand places takes a millisecond a death."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (table, follower):
+        for module in (table, adoption):
             patch.setattr(module, "NAMESPACES", 4)
         yield
 

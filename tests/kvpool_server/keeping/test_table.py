@@ -19,8 +19,7 @@ from kvpool_server.cache.eviction.evictor import Chosen
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.restoring import Columns
 from kvpool_server.cache.steps import finish
-from kvpool_server.keeping.adoption import restore
-from kvpool_server.keeping.follower import TableFollower
+from kvpool_server.keeping.adoption import TableFollower, restore
 from kvpool_server.keeping.records import record_bytes
 from kvpool_server.keeping.table import HEAD_BYTES, Geometry, Kind, SlotTable, geometry_of
 from testbed.pool_at_once import PoolAtOnce
