@@ -1,15 +1,17 @@
 """Hands blocks of a server that leaves over to its peers: each peer is asked to read some prompts.
 
-Nothing is sent. A receiver finds the blocks here through its own tier of peers, and verifies what it reads. A prompt
-that another server has as a whole is not handed over. The others go to the receiver that has been given the least,
-counted with what the prompt adds: a receiver that has a part of a prompt is preferred, and none gets everything. A
-receiver that does not answer is given no more; a prompt that a receiver does not read is offered to another one.
+Nothing is sent. A receiver finds the blocks here through its own tier of peers, and verifies what it reads. Prompts
+that were used last come first; one that another server has as a whole is not handed over. The others go to the receiver
+that has been given the least, counted with what the prompt adds: a receiver that has a part of a prompt is preferred,
+and none gets everything. A receiver that does not answer is given no more; a prompt that a receiver does not read is
+offered to another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import heapq
 import itertools
 import operator
 import time
@@ -18,14 +20,21 @@ from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.entry import Group
-from kvpool_server.tiers.tier import BlockKey, Prompt, keys_of
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.eviction.base import TICK
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
+from kvpool_server.tiers.tier import BlockKey, Prompt, Tier, keys_of
 
 if TYPE_CHECKING:
     from kvpool_server.tiers.peers.peer import Peer
 
 T = TypeVar("T")
 
+MAX_PREFIXES = 1_024
+"""Prefixes that are offered: as many leaves are remembered while the index is visited."""
+MAX_RUN_BLOCKS = LOOKUP_STEP_BLOCKS
+"""Of a prefix, its first blocks: a peer looks so many up in one step."""
 AT_ONCE, LEASES = 4, 8
 """Prompts on their way, and their groups, if it is more than one prompt: a receiver has a lease here for each."""
 LOOK_EVERY_S, STALLED_S, PAUSE_S = 0.01, 1.5, 1.0
@@ -34,6 +43,63 @@ was offered to one that does not answer: `Health` lets it be asked again then.""
 MAX_RECEIVERS, MAX_HOLDERS, MAX_TRIES, MAX_FAILURES = 16, 8, 4, 2 * AT_ONCE
 """Servers that are given blocks; of one prompt, servers that are asked whether they have it, and offers of it; and
 offers in a row without an answer after which a server is given no more: all prompts on their way may fail together."""
+
+
+async def hand_over(pool: Pool, tiers: Sequence[Tier]) -> None:
+    """Has the tiers that do so hand blocks of the pool over. Cancel it at the deadline.
+
+    The pool's event loop gets a turn after each part of the index.
+    """
+    leaves: list[Entry] = []
+    for namespace in pool.open_namespaces():
+        if namespace.is_measurement or namespace.superseded:
+            continue
+        for part in itertools.chain.from_iterable(group.index.parts() for group in namespace.groups):
+            some = (leaf for entry in part if not entry.children and (leaf := _readable(entry)) is not None)
+            leaves = heapq.nlargest(MAX_PREFIXES, itertools.chain(leaves, some), key=lambda leaf: leaf.used)
+            await asyncio.sleep(0)
+    for tier in tiers:
+        if tier.hands_over:
+            await tier.hand_over(_prompts(pool, leaves))
+
+
+def _readable(entry: Entry) -> Entry | None:
+    """The last readable block of a prefix, behind which others may just be put; None if clients need it no more."""
+    leaf: Entry | None = entry
+    while leaf is not None and not leaf.complete:
+        leaf = leaf.parent
+    return leaf if leaf is not None and leaf.used >= 0 else None
+
+
+def _prompts(pool: Pool, leaves: Sequence[Entry]) -> Iterator[Prompt]:
+    """The prefixes of leaves. One call of the pool uses a prompt's blocks in all groups, which stay together."""
+    for _, leaves_of_call in itertools.groupby(leaves, lambda leaf: leaf.used // TICK):
+        prompts: list[Prompt] = []
+        for leaf in leaves_of_call:
+            group, run = leaf.group, _run(leaf)
+            if run is None or pool.namespace(group.fingerprint) is None:
+                continue
+            for prompt in prompts:
+                if group not in prompt and next(iter(prompt)).fingerprint == group.fingerprint:
+                    prompt[group] = run
+                    break
+            else:
+                prompts.append({group: run})
+        yield from prompts
+
+
+def _run(leaf: Entry) -> BlockRun | None:
+    """The blocks up to a leaf that are readable now; None if none is of use."""
+    prefix: list[Entry] = []
+    entry: Entry | None = leaf
+    while entry is not None and entry.live and entry.complete:
+        prefix.append(entry)
+        entry = entry.parent
+    if not prefix or (leaf.group.needs_prefix and prefix[-1].parent_hash):
+        return None
+    prefix.reverse()
+    hashes = [each.block_hash for each in prefix[:MAX_RUN_BLOCKS]]
+    return BlockRun(leaf.group.idx, hashes, prefix[0].parent_hash)
 
 
 class Ask(Protocol):
