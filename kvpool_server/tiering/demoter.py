@@ -29,7 +29,7 @@ from kvpool_server.cache.eviction import SearchCutError
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.tier_access import pin, pin_next_victims, unpin_victims
-from kvpool_server.tiers.health import ANSWER_S, Health
+from kvpool_server.tiers.calls import ANSWER_S, Health
 from kvpool_server.tiers.tier import Block, Tier, TierError
 
 log = structlog.get_logger()

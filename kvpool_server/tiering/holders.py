@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool_server.cache.entry import Group
-from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.calls import Health
 from kvpool_server.tiers.tier import Tier, TierError
 
 PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S = 1_024, 8_192, 1.0

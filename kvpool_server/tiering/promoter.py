@@ -29,7 +29,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.demoter import Watermark
-from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.calls import Health
 from kvpool_server.tiers.tier import BlockKey, Tier, TierError, keys_of
 
 log = structlog.get_logger()

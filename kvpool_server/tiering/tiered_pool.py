@@ -31,7 +31,7 @@ from kvpool_server.tiering.demoter import Demoter, Watermark
 from kvpool_server.tiering.holders import Holders, holders_of
 from kvpool_server.tiering.prefetcher import Prefetcher
 from kvpool_server.tiering.promoter import MAX_ARENA_SHARE, Promoter, prefetch
-from kvpool_server.tiers.health import ANSWER_S, Health
+from kvpool_server.tiers.calls import ANSWER_S, Health
 from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
 log = structlog.get_logger()

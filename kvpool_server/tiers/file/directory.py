@@ -27,8 +27,7 @@ import structlog
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.text import printable
-from kvpool_server.tiers.health import ANSWER_S
-from kvpool_server.tiers.thread_pool import DaemonThreadPool
+from kvpool_server.tiers.calls import ANSWER_S, DaemonThreadPool
 
 log = structlog.get_logger()
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.sealed_socket import without
+from kvpool_server.tiers.calls import DaemonThreadPool
 from kvpool_server.tiers.file.directory import Directory, OpenFile, closed_error
-from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import OpenFiles, is_sound
 
 T = TypeVar("T")

@@ -24,11 +24,11 @@ from kvpool_server.cache.steps import finish
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiers.block_mac import BlockMac
+from kvpool_server.tiers.calls import DaemonThreadPool
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.directory import Directory, OpenFile
 from kvpool_server.tiers.file.extents import BlockSpot, Disk, MakeExtents, write_all
 from kvpool_server.tiers.file.journal import GroupKey, Inventory, MakeInventory
-from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, keys_of
 
 log = structlog.get_logger()

@@ -34,12 +34,12 @@ from kvpool_server.cache.entry import Group, Record
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.tiers.block_mac import BlockMac
+from kvpool_server.tiers.calls import DaemonThreadPool
 from kvpool_server.tiers.file.directory import OwnDirectory, UntrustedFileError, raise_descriptor_limit
 from kvpool_server.tiers.file.extents import BlockSpot, Disk, Extents, UsrbioDisk, read_all
 from kvpool_server.tiers.file.journal import Inventory
 from kvpool_server.tiers.file.own_blocks import TTL_MS, OwnBlocks
 from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, PeerBlocks, PeerDirectories
-from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierOptions
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.namespace import GroupSpec
 from kvpool_server.cache.entry import Group
 from kvpool_server.tiers.block_mac import BlockMac
+from kvpool_server.tiers.calls import DaemonThreadPool
 from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, footer_bytes, object_key, put_blocks
 from kvpool_server.tiers.mooncake.worker import MAX_KEYS, Call, StoreConfig
-from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions, keys_of
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ import structlog
 from kvpool.client.config import check_endpoint
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.namespace import GroupSpec
-from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.calls import Health
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpool_server.cache.entry import Group
-from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.calls import Health
 from kvpool_server.tiers.tier import BlockKey, keys_of
 
 if TYPE_CHECKING:

@@ -23,11 +23,10 @@ from kvpool.transport.helpers import movers_of
 from kvpool.transport.mover import Movers
 from kvpool.transport.segment import Segment
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.tiers.health import AWAY_S, Health
+from kvpool_server.tiers.calls import AWAY_S, DaemonThreadPool, Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.peers.handover import HandOver
 from kvpool_server.tiers.peers.leases import Lease, Leases, Level, neighbours
-from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Prompt, Tier, TierError, keys_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from kvpool_server.cache.entry import Group
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiering import demoter
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.health import ANSWER_S, AWAY_S
+from kvpool_server.tiers.calls import ANSWER_S, AWAY_S
 from kvpool_server.tiers.tier import Block
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock

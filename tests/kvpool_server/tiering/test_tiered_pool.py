@@ -15,7 +15,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.entry import Group
 from kvpool_server.observability.metrics import pool_families
 from kvpool_server.tiering import tiered_pool as tiering
-from kvpool_server.tiers.health import AWAY_S
+from kvpool_server.tiers.calls import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
 from tests.contracts.tier_contract import awaited
 from tests.support.memory_tier import SLOT, MemoryTier, Rig, asked, play, turns

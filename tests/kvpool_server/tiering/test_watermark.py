@@ -10,7 +10,7 @@ import pytest
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.eviction import evictor
 from kvpool_server.tiering import demoter
-from kvpool_server.tiers.health import ANSWER_S, AWAY_S
+from kvpool_server.tiers.calls import ANSWER_S, AWAY_S
 from tests.support.integrity import check_integrity
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from kvpool_server.tiers.calls import DaemonThreadPool
 from kvpool_server.tiers.file.directory import DirectoryLock, OpenFile, OwnDirectory, raise_descriptor_limit
-from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from tests.contracts.tier_contract import awaited
 from tests.support.tier_directories import acquire, open_directory
 

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from structlog.testing import capture_logs
 
-from kvpool_server.tiers.health import AWAY_S, Health
+from kvpool_server.tiers.calls import AWAY_S, Health
 from kvpool_server.tiers.tier import TierError
 from tests.contracts.tier_contract import awaited
 from tests.support.clock import FakeClock
@@ -31,7 +31,7 @@ async def test_a_tier_that_fails_gets_no_calls_for_a_while() -> None:
 
 @awaited
 async def test_questions_log_nothing_and_a_missing_answer_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_server.tiers.health.ANSWER_S", 0.01)
+    monkeypatch.setattr("kvpool_server.tiers.calls.ANSWER_S", 0.01)
     health = Health("tier")
     with capture_logs() as logs, health.call(), health.call():
         await asyncio.sleep(0.05)  # Both calls are late.
