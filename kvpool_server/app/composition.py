@@ -56,7 +56,7 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.peers.handover import hand_over
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
-from kvpool_server.tiers.traced import SpansOfBlocks, traced
+from kvpool_server.tiers.traced import traced
 from kvpool_server.value.feed import ValueFeed
 from kvpool_server.value.recorder import Recorder
 
@@ -259,11 +259,7 @@ class Composition:
             run=self.turns.run,
         )
         tiers = [each.make(context) for each in options]
-        if (tracing := self._tracing) is None:
-            return tiers
-        spans = SpansOfBlocks(tracing)
-        self.pool.observe(spans)
-        return [traced(tier, tracing, spans) for tier in tiers]
+        return tiers if (tracing := self._tracing) is None else [traced(tier, tracing) for tier in tiers]
 
     def _tcp_bytes(self) -> dict[str, int]:
         return {} if self.data is None else self.data.nbytes()

@@ -11,46 +11,25 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from kvpool.client.tracing import Tracing
-from kvpool_server.cache.entry import Entry, Group, Observer
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, keys_of
 
 MAX_REMEMBERED = 8_192
 """Blocks whose lookup or put is remembered; the oldest is forgotten for another."""
 
 
-class SpansOfBlocks(Observer):
-    """Which span last concerned each block. Belongs to the pool's event loop."""
-
-    def __init__(self, tracing: Tracing):
-        self._tracing = tracing
-        self._parents: OrderedDict[BlockKey, str] = OrderedDict()
-
-    def remember(self, group: Group, block_hashes: Sequence[bytes]) -> None:
-        """The current span concerns these blocks; without one, nothing is remembered."""
-        if parent := self._tracing.current():
-            self._parents.update(dict.fromkeys(keys_of(group, block_hashes), parent))
-            while len(self._parents) > MAX_REMEMBERED:
-                self._parents.popitem(last=False)
-
-    def parent(self, group: Group, block_hash: bytes) -> str:
-        return self._parents.get((group.fingerprint, group.idx, block_hash), "")
-
-    def stored(self, entries: Sequence[Entry]) -> None:
-        self.remember(entries[0].group, [entry.block_hash for entry in entries])
-
-
-def traced(tier: Tier, tracing: Tracing, spans: SpansOfBlocks) -> Tier:
+def traced(tier: Tier, tracing: Tracing) -> Tier:
     """The same tier, whose calls have spans."""
-    return cast(Tier, _TracedTier(tier, tracing, spans))
+    return cast(Tier, _TracedTier(tier, tracing))
 
 
 class _TracedTier:
-    """Wraps the calls that take time; everything else is the tier's own."""
+    """Wraps the calls that take time; everything else is the tier's own. Belongs to the pool's event loop."""
 
-    def __init__(self, tier: Tier, tracing: Tracing, spans: SpansOfBlocks):
+    def __init__(self, tier: Tier, tracing: Tracing):
         self._tier = tier
         self._tracing = tracing
-        self._spans = spans
+        self._parents: OrderedDict[BlockKey, str] = OrderedDict()  # The span that last concerned each block.
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
@@ -74,10 +53,22 @@ class _TracedTier:
             return found
 
     def known(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool] | None:
-        self._spans.remember(group, block_hashes)  # A lookup asks before it prefetches.
+        self._remember(group, block_hashes)  # A lookup asks before it prefetches.
         return self._tier.known(group, block_hashes)
 
+    def hold(self, entry: Entry, *, is_there: bool) -> None:
+        if is_there:
+            self._remember(entry.group, [entry.block_hash])
+        self._tier.hold(entry, is_there=is_there)
+
+    def _remember(self, group: Group, block_hashes: Sequence[bytes]) -> None:
+        """The current span concerns these blocks; without one, nothing is remembered."""
+        if parent := self._tracing.current():
+            self._parents.update(dict.fromkeys(keys_of(group, block_hashes), parent))
+            while len(self._parents) > MAX_REMEMBERED:
+                self._parents.popitem(last=False)
+
     def _span(self, call: str, group: Group, block_hashes: Sequence[bytes]) -> AbstractContextManager[Any]:
-        parent = self._spans.parent(group, block_hashes[0]) if block_hashes else ""
+        parent = self._parents.get((group.fingerprint, group.idx, block_hashes[0]), "") if block_hashes else ""
         attributes: dict[str, str | int] = {"kvpool.tier": self._tier.name, "kvpool.blocks": len(block_hashes)}
         return self._tracing.span(f"kvpool.tier.{call}", parent, attributes)
