@@ -75,11 +75,10 @@ def split(changes: list[Change], max_blocks: int) -> list[list[Change]]:
 
 
 class Ledger(Observer):
-    """See the module.
+    """The changes of one stream's blocks.
 
     Args:
         defer: schedules a function for the end of this turn of the pool's loop.
-        counters: counts dropped batches.
         first_seq: the first batch's number. Microseconds since the epoch by default: a restarted server's numbers lie
             beyond all of its predecessor's, and the predecessor's subscribers see a gap.
         max_queued_blocks: blocks that wait for the reader; batches beyond are dropped.
@@ -210,9 +209,8 @@ class Ledger(Observer):
     def snapshot(self) -> Iterator[ChangeBatch | None]:
         """All blocks held, as batches: the first clears, and the last has the newest batch's number.
 
-        Yields None while changes wait to be applied; see `catch_up`. Close it if it is not read to its end.
-
-        Raises SnapshotLostError if too many changes have come since it began.
+        Yields None while changes wait for `catch_up`. Close it if it is not read to its end. Raises SnapshotLostError
+        if too many changes have come since it began.
         """
         reader = object()
         while True:

@@ -79,7 +79,6 @@ class Encoder:
     """Encodes batches.
 
     Args:
-        topic: begins every topic.
         medium: where the blocks lie, as subscribers are told.
         full_hashes: name blocks by all bytes of their hash; else by its low 64 bits, as vLLM does by default.
     """
@@ -104,8 +103,10 @@ class Encoder:
             name = self._name(change.block_hash)
             if before is not None and _continues(before, change):
                 events[-1].block_hashes.append(name)
+            elif change.stored:
+                events.append(self._stored(change, name))
             else:
-                events.append(self._stored(change, name) if change.stored else self._removed(change, name))
+                events.append(BlockRemoved([name], self._medium, change.group.idx, LOCALITY))
             before = change
         return events
 
@@ -124,9 +125,6 @@ class Encoder:
             kv_cache_spec_sliding_window=spec.window_tokens or None,
             locality=LOCALITY,
         )
-
-    def _removed(self, change: Change, name: BlockHash) -> BlockRemoved:
-        return BlockRemoved([name], self._medium, change.group.idx, LOCALITY)
 
     def _name(self, block_hash: bytes) -> BlockHash:
         return block_hash if self._full_hashes else int.from_bytes(block_hash[-8:], "big")

@@ -10,6 +10,7 @@ delay what other tenants' subscribers get, nor conclude from gaps how much other
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -59,21 +60,12 @@ class _Replay:
     messages: Iterator[Message | None]
     is_new_snapshot: bool
     begins_at: float
-    ends_at: float
     stalls_at: float
     unsent: list[bytes] | None = None
-    is_done: bool = False
 
 
 class Publisher:
-    """Publishes one stream. Raises ConfigError if an address cannot be listened on; nothing is left behind then.
-
-    Args:
-        endpoint, replay_endpoint, gate, tenant: as `Sockets` takes them.
-
-    Attributes:
-        endpoint, replay_endpoint: as bound.
-    """
+    """Publishes one stream over `Sockets`, whose arguments and attributes it has. Raises ConfigError as they do."""
 
     def __init__(
         self,
@@ -150,16 +142,12 @@ class Publisher:
         poller.poll(wait_ms)
 
     def _turn(self, router: zmq.Socket[bytes] | None) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
         self._publish()
         if router is not None:
             self._receive(router)
-            for replay in self._replays:
-                self._continue(router, replay)
-            self._replays = [replay for replay in self._replays if not replay.is_done]
+            self._replays = [replay for replay in self._replays if self._continue(router, replay)]
 
     def _publish(self) -> None:
         for message in self._history.publish():
@@ -188,9 +176,8 @@ class Publisher:
                 for replay in self._replays
                 if replay.client != client and not (is_snapshot and replay.is_new_snapshot and replay.asker == asker)
             ]
-            ends_at, stalls_at = begins_at + REPLAY_S, begins_at + REPLAY_STALL_S
-            answer = self._history.answer(start_seq)
-            self._replays.append(_Replay(client, asker, answer, is_snapshot, begins_at, ends_at, stalls_at))
+            answer, stalls_at = self._history.answer(start_seq), begins_at + REPLAY_STALL_S
+            self._replays.append(_Replay(client, asker, answer, is_snapshot, begins_at, stalls_at))
 
     def _remember_snapshot(self, asker: bytes, now: float) -> None:
         self._snapshot_at.pop(asker, None)
@@ -198,13 +185,14 @@ class Publisher:
         if len(self._snapshot_at) > MAX_ASKERS:
             del self._snapshot_at[next(iter(self._snapshot_at))]
 
-    def _continue(self, router: zmq.Socket[bytes], replay: _Replay) -> None:
-        """Sends as much as the client receives, MESSAGES_A_TURN at most: other clients wait meanwhile."""
+    def _continue(self, router: zmq.Socket[bytes], replay: _Replay) -> bool:
+        """Sends what the client receives, MESSAGES_A_TURN at most: others wait meanwhile. False if it has ended."""
         now = time.monotonic()
         if now < replay.begins_at:
-            return
-        replay.is_done = now > replay.ends_at
-        for _ in range(0 if replay.is_done else MESSAGES_A_TURN):
+            return True
+        if now > replay.begins_at + REPLAY_S:
+            return False
+        for _ in range(MESSAGES_A_TURN):
             time.sleep(0)  # The pool's loop takes the interpreter's lock before the next message is encoded.
             frames = replay.unsent
             if frames is None:
@@ -212,20 +200,17 @@ class Publisher:
                     message = next(replay.messages, _END)
                 except SnapshotLostError as error:
                     log.warning("gave up a snapshot of the KV events", reason=str(error))
-                    replay.is_done = True
-                    return
+                    return False
                 if message is None:  # The answer is not ready yet.
-                    return
+                    return True
                 frames = [replay.client, b"", *message.frames]
             try:
                 router.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
                 replay.unsent = frames
-                replay.is_done = time.monotonic() > replay.stalls_at
-                return
-            except zmq.ZMQError:
-                replay.is_done = True  # The client is gone.
-                return
+                return time.monotonic() <= replay.stalls_at
+            except zmq.ZMQError:  # The client is gone.
+                return False
             if replay.is_new_snapshot:
                 # A snapshot whose client has gone away before its first message does not delay the key's next snapshot.
                 replay.is_new_snapshot = False
@@ -233,8 +218,8 @@ class Publisher:
             replay.unsent = None
             replay.stalls_at = time.monotonic() + REPLAY_STALL_S
             if frames[3] == _END_SEQ:
-                replay.is_done = True
-                return
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +242,7 @@ class EventStreams(Observer):
 
     Args:
         endpoints: of each stream, each tenant once.
-        gate: admits subscribers; None: whoever connects is admitted.
-        max_batches: messages that each stream keeps for replays.
-        defer: as `Ledger` takes it.
+        gate, max_batches, defer: as `Sockets`, `History` and `Ledger` take them.
     """
 
     def __init__(

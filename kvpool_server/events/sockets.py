@@ -110,6 +110,8 @@ class Gate:
 class Sockets:
     """A PUB socket for events and a ROUTER socket for replays. Not thread-safe.
 
+    Raises ConfigError if an address cannot be listened on; nothing is left behind then.
+
     Args:
         endpoint: where to bind the socket for events: tcp://HOST:PORT (port 0 takes a free one) or ipc://PATH.
         replay_endpoint: where to bind the ROUTER socket; empty for none.
@@ -117,8 +119,6 @@ class Sockets:
 
     Attributes:
         endpoint, replay_endpoint: as bound.
-
-    Raises ConfigError if an address cannot be listened on; nothing is left behind then.
     """
 
     pub: zmq.Socket[bytes]
@@ -148,17 +148,16 @@ class Sockets:
         self._context = zmq.Context()
         self._authenticator = None if self._gate is None else self._gate.start(self._context, self._tenant)
         try:
-            self.pub = self._bind(zmq.PUB, self.endpoint, "--kv-events")
-            self.router = (
-                self._bind(zmq.ROUTER, self.replay_endpoint, "--kv-events-replay") if self.replay_endpoint else None
-            )
+            self.pub, self.endpoint = self._bind(zmq.PUB, self.endpoint, "--kv-events")
+            self.router = None
+            if self.replay_endpoint:
+                self.router, self.replay_endpoint = self._bind(zmq.ROUTER, self.replay_endpoint, "--kv-events-replay")
         except BaseException:
             self.close(linger_ms=0)
             raise
-        self.endpoint = _bound(self.pub)
-        self.replay_endpoint = _bound(self.router) if self.router is not None else ""
 
-    def _bind(self, kind: int, endpoint: str, flag: str) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int, endpoint: str, flag: str) -> tuple[zmq.Socket[bytes], str]:
+        """A socket, and its endpoint as bound."""
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         socket.setsockopt(zmq.TCP_MAXRT, DEAF_MS)
@@ -176,8 +175,4 @@ class Sockets:
             raise ConfigError(
                 f"cannot listen on {endpoint} for KV events: {error.strerror}; give {flag} another address"
             ) from None
-        return socket
-
-
-def _bound(socket: zmq.Socket[bytes]) -> str:
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
