@@ -53,10 +53,10 @@ from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure, event_keys, plaintext_ports, tls_files
 from kvpool_server.tiering.tiered_pool import TieredPool
+from kvpool_server.tiers.calls import traced
 from kvpool_server.tiers.peers.handover import hand_over
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
-from kvpool_server.tiers.traced import traced
 from kvpool_server.value.feed import ValueFeed
 from kvpool_server.value.recorder import Recorder
 

@@ -30,8 +30,8 @@ from kvpool_server.sharing.shares import Shares
 from kvpool_server.tiering.demoter import Demoter, Watermark
 from kvpool_server.tiering.prefetcher import Prefetcher
 from kvpool_server.tiering.promoter import MAX_ARENA_SHARE, Promoter, prefetch
-from kvpool_server.tiers.calls import ANSWER_S, Health
-from kvpool_server.tiers.tier import BlockKey, Holders, Tier, TierError, holders_of
+from kvpool_server.tiers.calls import ANSWER_S, Health, Holders, holders_of
+from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
 log = structlog.get_logger()
 

@@ -10,8 +10,6 @@ files or connections, or that can answer from memory.
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -28,7 +26,6 @@ from kvpool.transport.segment import Segment
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.steps import Run, at_once
-from kvpool_server.tiers.calls import Health
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -49,8 +46,6 @@ COUNTERS = {
     "written_bytes": "Bytes written to the tier.",
 }
 """What is counted for each tier, with the HELP text of each metric."""
-PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S = 1_024, 8_192, 1.0
-"""Of operators' questions which blocks a tier has: blocks at a time, in all, and their time."""
 BlockKey = tuple[bytes, int, bytes]
 """(fingerprint, group_idx, block_hash)"""
 
@@ -196,46 +191,6 @@ class Tier(ABC):
 
 Prompt = dict[Group, BlockRun]
 """The blocks of a prompt in each group of its namespace."""
-
-
-Holders = tuple[list[tuple[str, str]], dict[str, dict[str, str]]]
-"""The tier that has each block, with the server, empty where none has it; and which tiers and servers did not tell."""
-
-
-async def holders_of(tiers: Sequence[tuple[Tier, Health]], group: Group, names: Sequence[bytes]) -> Holders:
-    """The first tier that has each block.
-
-    A tier that does not know from memory is asked for `MAX_FIND_BLOCKS` blocks, which may take `FIND_S`.
-    """
-    found, away = [("", "")] * len(names), dict[str, dict[str, str]]()
-    for tier, health in tiers:
-        left, num_asked, servers = [nth for nth, (name, _) in enumerate(found) if not name], 0, dict[str, str]()
-        for at in range(0, len(left), PART_BLOCKS):
-            part = left[at : at + PART_BLOCKS]
-            asked = [names[nth] for nth in part]
-            known: Sequence[bool | str] | None = tier.known(group, asked)
-            if known is None and (num_asked := num_asked + len(part)) <= MAX_FIND_BLOCKS:
-                known = await _ask(tier, health, group, asked, servers)
-            if known is None or servers:
-                away[tier.name] = servers
-            if known is None:
-                break
-            for nth, has in itertools.compress(zip(part, known, strict=True), known):
-                found[nth] = tier.name, has if isinstance(has, str) else ""
-            await asyncio.sleep(0)
-    return found, away
-
-
-async def _ask(tier: Tier, health: Health, *asked: Any) -> Sequence[bool | str] | None:
-    """As `Tier.holders`; None if the tier does not answer in time."""
-    if not health.is_available:
-        return None
-    try:
-        async with asyncio.timeout(FIND_S):
-            with health.call():
-                return await tier.holders(*asked)
-    except (TierError, TimeoutError):
-        return None
 
 
 class OpenFiles:
