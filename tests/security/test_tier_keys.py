@@ -21,7 +21,7 @@ from kvpool_server.tiers.file.extents import Disk
 from kvpool_server.tiers.file.journal import Inventory
 from kvpool_server.tiers.file.own_blocks import Journal
 from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.mooncake.objects import encode_footer
+from kvpool_server.tiers.mooncake.store_process import encode_footer
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.tier import BlockKey, Tier

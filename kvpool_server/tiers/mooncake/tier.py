@@ -1,8 +1,8 @@
 """A Mooncake Store cluster as a tier: servers on many hosts share it, and each promotes what any other has written.
 
-Each block is an object (`objects.py`). Mooncake's master knows where objects lie and evicts them. The server calls
-Mooncake through a child process (`store_process.py`); one that has died is started again, with an empty segment.
-Mooncake itself reconnects to a master that was restarted; the cluster's content is lost then.
+Each block is an object. Mooncake's master knows where objects lie and evicts them. The server calls Mooncake through a
+child process (`store_process.py`); one that has died is started again, with an empty segment. Mooncake itself
+reconnects to a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
 go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified. Several
@@ -31,7 +31,7 @@ from kvpool_server.cache.entry import Group
 from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.calls import DaemonThreadPool
 from kvpool_server.tiers.mooncake import store_process
-from kvpool_server.tiers.mooncake.objects import StagedRead, footer_bytes, object_key, put_blocks
+from kvpool_server.tiers.mooncake.store_process import StagedRead, footer_bytes, object_key, put_blocks
 from kvpool_server.tiers.mooncake.worker import MAX_KEYS, Call, StoreConfig
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions, keys_of
 

@@ -18,8 +18,13 @@ from kvpool.transport.mooncake_engine import RDMA_DEVICES
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
-from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreChannel
+from kvpool_server.tiers.mooncake.store_process import (
+    STAGING_BYTES,
+    StagedRead,
+    StoreChannel,
+    encode_footer,
+    footer_bytes,
+)
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.registry import parse
