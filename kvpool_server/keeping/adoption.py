@@ -60,11 +60,7 @@ MARKED_SLOTS = 2_048
 
 
 class KeptMemory:
-    """What the manager has kept of the server before, for an arena of `nbytes`.
-
-    Args:
-        has_tenants: whether an extent of the arena belongs to one tenant.
-        is_kept: whether the settings want it.
+    """What the manager has kept of the server before, for an arena of `nbytes`; given up unless settings want it kept.
 
     Attributes:
         extent_bytes: of an extent there; None if there is nothing, or nothing that can be adopted.

@@ -6,7 +6,7 @@
     3, 7    hash, parent's hash
     11      xxh3-64 of each shard
 
-The last use and the end of the pin are as they were now and then, and the checksum is not of them.
+The checksum leaves out the last use and the end of the pin, which are written now and then.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ def record_bytes(num_shards: int) -> int:
 
 
 def records_of(place: int, entries: Sequence[Entry], at: Sequence[int], secret: int) -> Words:
-    """The records of complete entries of one group.
-
-    Args:
-        place: of the namespace.
-        at: where each record will lie.
-    """
+    """The records of complete entries of one group, whose namespace has a place; `at` says where each will lie."""
     group = entries[0].group
     records = np.empty((len(entries), _SUMS + group.spec.num_shards), np.uint64)
     records[:, 0] = at
@@ -78,11 +73,7 @@ def by_key(records: Words) -> dict[tuple[int, int], npt.NDArray[np.int64]]:
 
 
 def columns_of(records: Words, offsets: Sequence[int]) -> Columns:
-    """What whole records of one group say.
-
-    Args:
-        offsets: of their slots.
-    """
+    """What whole records of one group say, whose slots lie at these offsets."""
     num_shards, sums = records.shape[1] - _SUMS, array("Q", records[:, _SUMS:].tobytes())
     hashes, parents = records[:, _HASH:_PARENT], records[:, _PARENT:_SUMS]
     names = _hashes(hashes)

@@ -50,11 +50,7 @@ _last_use = operator.attrgetter("used")
 
 
 class Demoter:
-    """Writes to one tier.
-
-    Args:
-        memory: the arena: uint8 [arena_bytes].
-        write_back: blocks are written when they are about to be evicted, not when they are stored.
+    """Writes to one tier from the memory of the arena: uint8 [arena_bytes].
 
     Attributes:
         idle: set while no block is queued, or being written from the queue.
@@ -85,19 +81,16 @@ class Demoter:
         No lookup could use a block without its ancestors.
         """
         for entry in entries:
-            self._stored(entry)
-
-    def _stored(self, entry: Entry) -> None:
-        self._tier.hold(entry, is_there=True)
-        if self.write_back or not self._is_wanted(entry):
-            return
-        if not self.health.is_available:
-            self._tier.counters["dropped_demotions"] += 1
-            return
-        finish(self._enqueue(entry, MAX_ANCESTORS))
-        while len(self._queue) > MAX_QUEUED:
-            self._queue.popitem(last=False)
-            self._tier.counters["dropped_demotions"] += 1
+            self._tier.hold(entry, is_there=True)
+            if self.write_back or not self._is_wanted(entry):
+                continue
+            if not self.health.is_available:
+                self._tier.counters["dropped_demotions"] += 1
+                continue
+            finish(self._enqueue(entry, MAX_ANCESTORS))
+            while len(self._queue) > MAX_QUEUED:
+                self._queue.popitem(last=False)
+                self._tier.counters["dropped_demotions"] += 1
 
     def evicted(self, entry: Entry) -> None:
         """The pool evicts a block for a put that cannot wait. `removed` follows."""
@@ -207,8 +200,8 @@ class Demoter:
     async def drain(self) -> None:
         """Returns when no block is queued or being written, or the tier is unavailable.
 
-        With write-back, queues all blocks of the pool first. The queue stays short, because Python copies it when it
-        grows, which would hold the loop.
+        With write-back, queues all blocks of the pool first, a part at a time: Python copies a queue that grows, which
+        would hold the loop.
         """
         for _ in self._enqueue_all() if self.write_back else ():
             await asyncio.sleep(0)
@@ -218,9 +211,7 @@ class Demoter:
             await self.idle.wait()
 
     def _enqueue_all(self) -> Steps[None]:
-        """Queues all blocks of the pool that the tier lacks, the most recently used first. While the tier is
-        unavailable, blocks are dropped.
-        """
+        """Queues all blocks that the tier lacks, the last used first; while it is unavailable, blocks are dropped."""
         groups = (group for namespace in self._pool.open_namespaces() for group in namespace.groups)
         parts: list[list[Entry]] = []
         for part in itertools.chain.from_iterable(group.index.parts() for group in groups):
@@ -256,10 +247,9 @@ class Watermark:
 
     @contextlib.asynccontextmanager
     async def room(self, group: Group, count: int) -> AsyncIterator[None]:
-        """Around the allocation of `count` slots, which begins when they are free, and all that others are to allocate.
+        """Around the allocation of `count` slots of a promotion, which waits until all that are needed are free.
 
-        Or when no more can be freed, or after a timeout. For promotions, which can wait; slots that a tier is too slow
-        to free are evicted by whoever needs them.
+        It begins, too, when no more can be freed, or after a timeout, and evicts what a tier was too slow to write.
         """
         size, tenant = group.spec.slot_bytes, group.tenant
         self._needs[group.slot_class] += count

@@ -64,7 +64,6 @@ class TieredPool(Observer):
         memory: the arena: uint8 [arena_bytes].
         write_back: of each tier, whether blocks are written before their eviction, not when they are stored.
         clock: monotonic seconds.
-        run: does work in steps; default: all steps at once.
     """
 
     def __init__(

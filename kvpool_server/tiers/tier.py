@@ -3,9 +3,7 @@
 A tier decides nothing about the arena: the server has it write blocks and read them back, and a tier may forget any
 block at any time. A tier must never return wrong bytes: `read` verifies them with `is_sound` where they lie afterwards.
 
-The event loop calls a tier; work that takes time belongs on threads of the tier's own. A new tier implements the five
-abstract methods, and `holdings` and `stats`, which operators see; the other methods are for tiers that have threads,
-files or connections, or that can answer from memory.
+The event loop calls a tier; work that takes time belongs on threads of the tier's own.
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 """Permissions of what a server makes."""
 GROUP_READABLE = 0o750
 """Permissions of a directory whose new files its group may read: an operator has made it so."""
-
 WANTED_DESCRIPTORS = 65_536
-
 Owners = frozenset[int] | None
 """The user ids that are trusted; None: all are, for a process that reads and writes no content."""
 
@@ -263,7 +261,7 @@ class OwnDirectory:
     """This server's directory below a tier's path: acquired at the start, kept with heartbeats, released last.
 
     Args:
-        create: whether to create the root if it does not exist; else that is an error: a mount may be missing.
+        create: whether to create a root that does not exist; else that is an error: a mount may be missing.
         handover_s: how long to wait for a server of the same name to release the directory.
 
     Attributes:

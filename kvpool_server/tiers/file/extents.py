@@ -289,11 +289,7 @@ def _suits_direct(view: memoryview) -> bool:
 
 
 class BlockSpot(NamedTuple):
-    """Where a block lies in a tier, and in memory: uint8 [slot_bytes].
-
-    Args:
-        is_authentic: whether bytes have the block's tag, where servers share a key.
-    """
+    """A block's place in a tier, and in memory: uint8 [slot_bytes]; `is_authentic` verifies its tag, if it has one."""
 
     offset: int
     view: memoryview

@@ -123,8 +123,7 @@ class Journal:
 class OwnBlocks(Observer):
     """A thread calls the constructor, which restores the blocks; all else belongs to the event loop.
 
-    Args:
-        files: closes what the constructor opens, also if it raises OSError.
+    `files` closes what the constructor opens, also if it raises OSError.
     """
 
     @no_collections()

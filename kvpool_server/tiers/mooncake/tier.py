@@ -5,9 +5,8 @@ child process (`store_process.py`); one that has died is started again, with an 
 reconnects to a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
-go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified. Several
-transfers are under way at once: while Mooncake moves the bytes of one, threads of the tier copy and verify those of the
-others. Questions to the master (which blocks are there, removals) have threads and channels of their own.
+go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified. Questions to
+the master (which blocks are there, removals) have threads and channels of their own.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ FRESH_S = 10.0
 """How long a block is believed to be there: the cluster evicts, and other servers remove, without notice."""
 MAX_BLOCKS = 1 << 17
 """Blocks that a tier remembers."""
-
 IS_THERE = 1
 NO_SPACE = -200
 NO_MASTER = range(-1_099, -899)
@@ -253,10 +251,7 @@ class MooncakeTier(Tier):
         self._check(await self._ask("clear", [f"^{re.escape(prefix)}"]))
 
     def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
-        """Blocks that this server has written and not found gone since, of the latest MAX_BLOCKS it has seen.
-
-        Blocks that the cluster has evicted meanwhile are among them; blocks that other servers have written are not.
-        """
+        """Blocks that this server has written and not found gone since; the cluster may have evicted some meanwhile."""
         told = super().holdings(fingerprint)
         told.num_entries, told.nbytes = self._presence.num_own[fingerprint], self._presence.own_bytes[fingerprint]
         return told

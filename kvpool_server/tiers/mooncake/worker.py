@@ -133,13 +133,9 @@ class MessageSocket:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """What the process needs to join a cluster.
+    """What the process needs to join a cluster, as `MooncakeOptions` describes it.
 
     Args:
-        master: HOST:PORT of mooncake_master.
-        host: name or address by which other hosts reach this one.
-        segment_bytes: memory that this process gives to the cluster; 0 for none.
-        metadata, protocol, device: of the Transfer Engine.
         memory_fd: descriptor of the staging memory of all channels for transfers.
         channel_fds: descriptors of the sockets over which calls come.
     """

@@ -38,12 +38,7 @@ class Level:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What a peer has leased.
-
-    Args:
-        unread: blocks.
-        num_reads: under way.
-    """
+    """What a peer has leased: blocks that are `unread`; `num_reads` are under way."""
 
     level: Level
     run: LeasedRun
