@@ -1,4 +1,4 @@
-"""Prefetches whole prefixes that clients have named, however long, before a request comes for them.
+"""Prefetches what lookups miss, and whole prefixes that clients have named, before a request comes for them.
 
 A lookup prefetches what it misses, up to a bound, for a client that will look up again. A prefetch hint has no such
 client: the server itself looks again while blocks come up, until none is on its way any more.
@@ -7,15 +7,23 @@ client: the server itself looks again while blocks come up, until none is on its
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
-from kvpool.protocol.types import BlockRun, Lookup
+from kvpool.protocol.types import BlockRun, Lookup, RunHits
 from kvpool_server.cache.hints import HintResult
-from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
+from kvpool_server.cache.leases import Found
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
+from kvpool_server.tiering.promoter import MIN_RETRY_MS, Promoter
 
+MAX_PREFETCH_BLOCKS, MAX_PREFETCH_BYTES = 1_024, 2 << 30
+"""How much one lookup prefetches; the client's next lookup prefetches what follows."""
+MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES = 2_048, 2 * MAX_PREFETCH_BYTES
+"""Of one `find`, where the tier is known to have the block before: another server keeps what it has until it is read.
+Else the tier is asked for what is to be prefetched."""
 MAX_PREFETCHES = 16
 """Hints that are followed at once. A tenant may have as many as are left: one alone gets half of them."""
 MAX_FOLLOWED_S = 120.0
@@ -114,3 +122,50 @@ class Prefetcher:
 
     def _ended(self, tenant: str) -> None:
         self._by_tenant -= Counter({tenant: 1})  # Without the tenants that have none left.
+
+
+def prefetch(
+    promoters: Sequence[Promoter], found: Found, runs: Sequence[BlockRun], prefix_only: bool
+) -> Steps[tuple[tuple[RunHits, ...], int]]:
+    """Prefetches what a lookup misses from tiers, in their order.
+
+    Returns the hits with what is pending, and when to look up again, milliseconds.
+    """
+    num_pending = pending_bytes = num_examined = 0
+    hits = []
+    for run, hit in zip(runs, found.hits, strict=True):
+        group = found.namespace.groups[run.group_idx]
+        slot_bytes = group.spec.slot_bytes
+        most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
+        most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
+        missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
+        if (num_examined := num_examined + len(missing)) > LOOKUP_STEP_BLOCKS:
+            num_examined = len(missing)
+            yield
+        behind: Sequence[bytes] = ()
+        if prefix_only:
+            searched = min(MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES // slot_bytes)
+            behind = run.block_hashes[hit.num_leading + most : hit.num_leading + searched]
+        pending = 0
+        for promoter in promoters:
+            if not missing:
+                break
+            count = promoter.prefetch(group, missing, behind, prefix_only)
+            pending += count
+            if prefix_only:
+                missing = missing[count:]  # The first ones are pending; the next tier may hold those behind them.
+            elif count:
+                break
+        num_pending += pending
+        pending_bytes += pending * slot_bytes
+        hits.append(replace(hit, num_pending=pending) if pending else hit)
+    waits = [promoter.retry_after_ms for promoter in promoters if not promoter.is_idle]
+    return tuple(hits), min(waits, default=MIN_RETRY_MS) if num_pending else 0  # All may be up since the last step.
+
+
+def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:
+    """The blocks of a run that a lookup has not found, each with its parent's hash."""
+    flags = "" if prefix_only else f"{hit.complete:b}"[::-1]
+    for nth in range(hit.num_leading, len(run)):
+        if flags[nth : nth + 1] != "1":
+            yield run.block_hashes[nth], run.block_hashes[nth - 1] if nth else run.parent_hash

@@ -12,21 +12,20 @@ import contextlib
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
 from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
-from kvpool.protocol.types import BlockRun, PutGrant, PutStatus, RunHits
+from kvpool.protocol.types import BlockRun, PutGrant, PutStatus
 from kvpool_server.cache.allocator.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
-from kvpool_server.cache.leases import Found
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps
+from kvpool_server.cache.steps import Run, Steps
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.demoter import Watermark
 from kvpool_server.tiers.calls import Health
@@ -34,11 +33,6 @@ from kvpool_server.tiers.tier import BlockKey, Tier, TierError, keys_of
 
 log = structlog.get_logger()
 
-MAX_PREFETCH_BLOCKS, MAX_PREFETCH_BYTES = 1_024, 2 << 30
-"""How much one lookup prefetches; the client's next lookup prefetches what follows."""
-MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES = 2_048, 2 * MAX_PREFETCH_BYTES
-"""Of one `find`, where the tier is known to have the block before: another server keeps what it has until it is read.
-Else the tier is asked for what is to be prefetched."""
 FIRST_BATCH_BYTES, BATCH_GROWTH = 4 << 20, 4
 """Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is so many times the
 last."""
@@ -351,50 +345,3 @@ def _zero(unread: Sequence[memoryview]) -> Steps[None]:
             part = view[start : start + ZEROED_AT_ONCE]
             part[:] = bytes(part.nbytes)
             yield
-
-
-def prefetch(
-    promoters: Sequence[Promoter], found: Found, runs: Sequence[BlockRun], prefix_only: bool
-) -> Steps[tuple[tuple[RunHits, ...], int]]:
-    """Prefetches what a lookup misses from tiers, in their order.
-
-    Returns the hits with what is pending, and when to look up again, milliseconds.
-    """
-    num_pending = pending_bytes = num_examined = 0
-    hits = []
-    for run, hit in zip(runs, found.hits, strict=True):
-        group = found.namespace.groups[run.group_idx]
-        slot_bytes = group.spec.slot_bytes
-        most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
-        most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
-        missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
-        if (num_examined := num_examined + len(missing)) > LOOKUP_STEP_BLOCKS:
-            num_examined = len(missing)
-            yield
-        behind: Sequence[bytes] = ()
-        if prefix_only:
-            searched = min(MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES // slot_bytes)
-            behind = run.block_hashes[hit.num_leading + most : hit.num_leading + searched]
-        pending = 0
-        for promoter in promoters:
-            if not missing:
-                break
-            count = promoter.prefetch(group, missing, behind, prefix_only)
-            pending += count
-            if prefix_only:
-                missing = missing[count:]  # The first ones are pending; the next tier may hold those behind them.
-            elif count:
-                break
-        num_pending += pending
-        pending_bytes += pending * slot_bytes
-        hits.append(replace(hit, num_pending=pending) if pending else hit)
-    waits = [promoter.retry_after_ms for promoter in promoters if not promoter.is_idle]
-    return tuple(hits), min(waits, default=MIN_RETRY_MS) if num_pending else 0  # All may be up since the last step.
-
-
-def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:
-    """The blocks of a run that a lookup has not found, each with its parent's hash."""
-    flags = "" if prefix_only else f"{hit.complete:b}"[::-1]
-    for nth in range(hit.num_leading, len(run)):
-        if flags[nth : nth + 1] != "1":
-            yield run.block_hashes[nth], run.block_hashes[nth - 1] if nth else run.parent_hash

@@ -28,8 +28,8 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
 from kvpool_server.sharing.shares import Shares
 from kvpool_server.tiering.demoter import Demoter, Watermark
-from kvpool_server.tiering.prefetcher import Prefetcher
-from kvpool_server.tiering.promoter import MAX_ARENA_SHARE, Promoter, prefetch
+from kvpool_server.tiering.prefetcher import Prefetcher, prefetch
+from kvpool_server.tiering.promoter import MAX_ARENA_SHARE, Promoter
 from kvpool_server.tiers.calls import ANSWER_S, Health, Holders, holders_of
 from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 

@@ -11,7 +11,7 @@ import pytest
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError, UnknownNamespaceError
 from kvpool.protocol.types import BlockRun, Lookup, RunHits
 from kvpool_server.cache.hints import HintResult
-from kvpool_server.tiering import prefetcher, promoter
+from kvpool_server.tiering import prefetcher
 from tests.contracts.tier_contract import awaited
 from tests.support.memory_tier import MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash
@@ -45,7 +45,7 @@ def _present(rig: Rig, *names: object) -> int:
 
 @pytest.mark.parametrize("tier", [MemoryTier, asked])
 def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 3)
+    monkeypatch.setattr(prefetcher, "MAX_PREFETCH_BLOCKS", 3)
     names = [f"n{nth}" for nth in range(12)]
 
     @play(tier)

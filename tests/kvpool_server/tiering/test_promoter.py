@@ -12,7 +12,7 @@ import pytest
 from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.steps import Steps, Value, at_once
-from kvpool_server.tiering import promoter
+from kvpool_server.tiering import prefetcher, promoter
 from kvpool_server.tiers.tier import TierError
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, answered, asked, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -92,7 +92,7 @@ async def test_questions_under_way_and_queued_blocks_are_bounded(
 async def test_a_lookup_of_many_runs_examines_some_at_a_time(
     rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(promoter, "LOOKUP_STEP_BLOCKS", 4)
+    monkeypatch.setattr(prefetcher, "LOOKUP_STEP_BLOCKS", 4)
     runs = [run_of(*(f"{idx} {nth}" for nth in range(3))) for idx in range(6)]
     await rig.demote("a")
     tier.gate.clear()
@@ -234,7 +234,7 @@ async def test_a_read_takes_some_blocks_and_a_share_of_the_arena(
 async def test_a_tier_that_must_be_asked_is_asked_twice_for_a_long_prompt(
     rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 5)
+    monkeypatch.setattr(prefetcher, "MAX_PREFETCH_BLOCKS", 5)
     names = [f"n{nth}" for nth in range(15)]
     await rig.demote(*names)
     while (found := rig.lookup(*names)).retry_after_ms:
