@@ -18,10 +18,10 @@ from kvpool.client.tracing import ClientInterceptor, tracing_of
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES, SERVICE_NAME
+from kvpool.security.files import WatchedFiles
 from kvpool.security.principal import Principal
 from kvpool.security.tls import TlsIdentity, read_identity
 from kvpool.security.tokens import read_token
-from kvpool.security.watched_files import WatchedFiles
 from kvpool.transport.unix_socket import grpc_target, socket_path
 
 RETIRE_S = 600.0

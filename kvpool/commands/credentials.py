@@ -19,7 +19,7 @@ from kvpool.security.certificates import (
     host_names,
     read_certificates,
 )
-from kvpool.security.file_permissions import write_whole
+from kvpool.security.files import write_whole
 from kvpool.security.name_key import NameKey
 from kvpool.security.principal import (
     ABOUT_DOMAINS,

@@ -20,7 +20,7 @@ from kvpool.protocol.skew import OWN, Release
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.bandwidth import measure, usual_block
 from kvpool.report.finding import Finding, error, ok, warning
-from kvpool.security.file_permissions import read_pem
+from kvpool.security.files import read_pem
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.unix_socket import socket_path
 

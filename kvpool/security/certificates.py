@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.file_permissions import read_pem, write_whole
+from kvpool.security.files import read_pem, write_whole
 from kvpool.security.principal import Principal
 
 CA_DAYS = 3_650

@@ -17,7 +17,7 @@ from zmq.auth import load_certificate
 from zmq.utils import z85
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.security.file_permissions import append_line, read_lines, require_private, write_new
+from kvpool.security.files import append_line, read_lines, require_private, write_new
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"

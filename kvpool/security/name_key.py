@@ -21,7 +21,7 @@ from pathlib import Path
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, BlockRun
-from kvpool.security.file_permissions import read_private, write_new
+from kvpool.security.files import read_private, write_new
 
 KEY_BYTES = 32
 FIELD = "name_key"

@@ -22,7 +22,7 @@ from kvpool.security.certificates import (
     load_key,
     uris_of,
 )
-from kvpool.security.file_permissions import read_pem, read_private
+from kvpool.security.files import read_pem, read_private
 from kvpool.security.principal import Principal
 
 

@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.file_permissions import append_line, open_locked, read_lines, read_private, write_whole
+from kvpool.security.files import append_line, open_locked, read_lines, read_private, write_whole
 from kvpool.security.principal import Principal
 
 PREFIX = "kvpool_"

@@ -24,10 +24,9 @@ from cryptography.hazmat.primitives import hashes
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from kvpool.security.certificates import uris_of
-from kvpool.security.file_permissions import read_lines
+from kvpool.security.files import WatchedFiles, read_lines
 from kvpool.security.principal import DEFAULT_DOMAIN, Principal, Role
 from kvpool.security.tokens import TokenRecord, digest_of
-from kvpool.security.watched_files import WatchedFiles
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

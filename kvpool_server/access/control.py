@@ -20,10 +20,9 @@ from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
 from kvpool.protocol.wire import status_of
 from kvpool.security.certificates import CertificateFacts, facts_of
 from kvpool.security.curve import read_subscribers
-from kvpool.security.file_permissions import require_owner_writes
+from kvpool.security.files import Value, WatchedFiles, require_owner_writes
 from kvpool.security.tls import TlsFiles, TlsIdentity, read_identity
 from kvpool.security.tokens import TokenRecord, read_records
-from kvpool.security.watched_files import Value, WatchedFiles
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import (
     Certificates,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, UnauthenticatedError
-from kvpool.security.file_permissions import read_pem, require_owner_writes
+from kvpool.security.files import read_pem, require_owner_writes
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool_server.access.authentication import Credential, DenyList, RefusedCredentialError, Who, bearer_token
 from kvpool_server.settings.config import ServerConfig

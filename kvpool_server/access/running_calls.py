@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from kvpool.protocol.errors import UnauthenticatedError
-from kvpool.security.watched_files import WatchedFiles
+from kvpool.security.files import WatchedFiles
 from kvpool_server.access.authentication import Credential
 
 log = structlog.get_logger()

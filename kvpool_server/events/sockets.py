@@ -23,8 +23,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.security.curve import read_pair, read_subscribers
+from kvpool.security.files import WatchedFiles
 from kvpool.security.principal import ALL_TENANTS
-from kvpool.security.watched_files import WatchedFiles
 
 log = structlog.get_logger()
 

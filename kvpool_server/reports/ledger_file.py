@@ -17,7 +17,7 @@ from typing import Any
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, REPORTER_BYTES, SUMS
-from kvpool.security.file_permissions import open_private
+from kvpool.security.files import open_private
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.usage import MAX_LABEL_CHARS, MAX_PAIRS
 from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL

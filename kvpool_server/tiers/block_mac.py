@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.security.file_permissions import read_private
+from kvpool.security.files import read_private
 from kvpool_server.tiers.tier import BlockKey, TierOptions
 
 KEY_BYTES = 32

@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 
 from kvpool.protocol.types import BlockRun, RunHits
-from kvpool.security.file_permissions import open_private
+from kvpool.security.files import open_private
 from kvpool_server.cache.namespaces import PoolNamespace
 
 log = structlog.get_logger()

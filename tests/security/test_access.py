@@ -28,12 +28,12 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import Quota
-from kvpool.security import watched_files
+from kvpool.security import files
 from kvpool.security.certificates import Authority
+from kvpool.security.files import WatchedFiles
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
 from kvpool.security.tokens import create_token, read_records
-from kvpool.security.watched_files import WatchedFiles
 from kvpool_server.access.authentication import Credential, DenyList, Tokens
 from kvpool_server.access.caller import CALLER, CALLS, check_measurement
 from kvpool_server.rpc.handlers import SERVICE_NAME
@@ -186,7 +186,7 @@ def test_a_clients_certificate_is_replaced_while_calls_go_on(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's: `test_unix_socket.py` and `test_http.py`."""
-    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(files, "LOOK_EVERY_S", 0.1)
     with Client(deployment.config(tls=deployment.files(Role.ENGINE_WRITE))) as client:
         deployment.files(Role.ENGINE_WRITE)
         channel = client.rpc.channel

@@ -21,8 +21,8 @@ from kvpool.client.client import Namespace
 from kvpool.client.events import Subscriber
 from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.security.curve import SubscriberKeys, append_subscriber, create_pair
+from kvpool.security.files import LOOK_EVERY_S, WatchedFiles
 from kvpool.security.principal import ALL_TENANTS, Role
-from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events import publisher as publisher_module
 from kvpool_server.events.messages import Encoder

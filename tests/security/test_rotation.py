@@ -30,10 +30,10 @@ from kvpool.protocol import wire
 from kvpool.protocol.errors import ConfigError, UnauthenticatedError
 from kvpool.protocol.types import ShardRange
 from kvpool.security.certificates import Authority, load_key
+from kvpool.security.files import WatchedFiles
 from kvpool.security.principal import Principal, Role
 from kvpool.security.tls import TlsIdentity
 from kvpool.security.tokens import PREFIX
-from kvpool.security.watched_files import WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access import control
 from kvpool_server.access.audit import READ
@@ -357,7 +357,7 @@ def test_each_certificate_is_told_and_warned_of_if_it_ends_soon(tmp_path: Path) 
 
 
 def test_a_file_that_is_repaired_to_what_it_was_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvpool.security.watched_files")
+    caplog.set_level("INFO", "kvpool.security.files")
     denied, errors = tmp_path / "denied", list[ConfigError | None]()
     denied.touch()
     deny_list = DenyList(str(denied), errors.append)

@@ -27,7 +27,8 @@ from kvpool.protocol.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from kvpool.security import file_permissions, tokens
+from kvpool.security import files, tokens
+from kvpool.security.files import LOOK_EVERY_S, WatchedFiles
 from kvpool.security.principal import Principal, Role
 from kvpool.security.tokens import (
     TokenRecord,
@@ -38,7 +39,6 @@ from kvpool.security.tokens import (
     read_token,
     remove_record,
 )
-from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.calls import is_heard
@@ -218,7 +218,7 @@ def test_an_id_that_is_not_one_tokens_revokes_nothing(tmp_path: Path) -> None:
 
 def test_changes_of_a_file_at_once_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revocation that another one overwrites would bring its token back."""
-    monkeypatch.setattr(file_permissions, "LOCK_S", 60.0)
+    monkeypatch.setattr(files, "LOCK_S", 60.0)
     file = tmp_path / "tokens"
     old, new = ([create_token(ENGINE, DAY)[1] for _ in range(20)] for _ in range(2))
     for record in old:
@@ -233,7 +233,7 @@ def test_changes_of_a_file_at_once_lose_none(tmp_path: Path, monkeypatch: pytest
 def test_a_token_is_added_behind_a_line_without_an_end_and_not_to_a_locked_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_permissions, "LOCK_S", 0.2)
+    monkeypatch.setattr(files, "LOCK_S", 0.2)
     file = tmp_path / "tokens"
     first, second = (create_token(ENGINE, DAY)[1] for _ in range(2))
     file.write_text(first.line().rstrip())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.security.file_permissions import open_private, require_owner_writes, require_private
+from kvpool.security.files import open_private, require_owner_writes, require_private
 
 
 def test_a_file_that_others_can_write_is_refused_and_one_that_they_can_read_is_taken(tmp_path: Path) -> None:
