@@ -96,8 +96,8 @@ def broken(rule: str) -> Iterator[None]:
         elif rule.startswith("environment."):
             name = rule.removeprefix("environment.")
             variables = {(kv_fields.Effect.NONE, "broken"): (name,), **kv_fields.VARIABLES}
-            patch.setattr("vllm_plugin.model.kv_inputs.VARIABLES", variables)
+            patch.setattr("vllm_plugin.model.kv_fields.VARIABLES", variables)
         else:
             assert rule == "class", f"unknown rule {rule}"
-            patch.setattr("vllm_plugin.model.kv_inputs.own_classes", lambda vllm_config: [])
+            patch.setattr("vllm_plugin.model.identity.own_classes", lambda vllm_config: [])
         yield

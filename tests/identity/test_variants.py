@@ -1,6 +1,6 @@
 """The list of variants is made from vLLM and misses nothing; verdicts are right. No engine is started.
 
-A field that vLLM adds fails `tests/vllm_plugin/model/test_kv_inputs.py` until it is classified; a variable fails below.
+A field that vLLM adds fails `tests/vllm_plugin/model/test_kv_fields.py` until it is classified; a variable fails below.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import vllm.envs
 
 from tests.identity.oracle import Observation, Verdict, judge, pairs
 from tests.identity.variants import BASE_VARIANT, COUNTED_VARIABLES, unvaried, variants, varied_fields, varied_variables
-from vllm_plugin.model.kv_fields import Effect
-from vllm_plugin.model.kv_inputs import effect
+from vllm_plugin.model.kv_fields import Effect, effect
 
 KV = np.ones(64, np.float32)
 

@@ -25,8 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.vllm_objects import CONFIG_CLASSES
 from vllm_plugin.model import weights
-from vllm_plugin.model.kv_fields import Effect
-from vllm_plugin.model.kv_inputs import default_of, effect
+from vllm_plugin.model.kv_fields import Effect, default_of, effect
 
 BASE: dict[str, Any] = {
     "dtype": "float32",

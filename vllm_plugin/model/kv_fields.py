@@ -1,12 +1,21 @@
-"""The table behind `kv_inputs.py`: every field of vLLM's configuration, and how it takes part in the identity of KV.
+"""The table of every field of vLLM's configuration, and how it takes part in the identity of KV.
 
 `Effect.NONE` needs a reason that holds for every model: only then may two engines differ in the field and share blocks.
+
+A setting that the table does not know, because a newer vLLM has added it, is part of the identity as soon as it is not
+at its default; an environment variable as soon as it is set.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class Effect(enum.Enum):
@@ -20,7 +29,7 @@ class Effect(enum.Enum):
     PROCESSING = "by architecture, and with media"
     """As with `VALUE`, unless the architecture is one of `INDEPENDENT` and sees nothing but text."""
     QUANTISED = "if numbers are quantised"
-    """As with `VALUE` where weights, activations or KV are quantised, see `kv_inputs.is_quantised`."""
+    """As with `VALUE` where weights, activations or KV are quantised."""
     NONE = "never"
 
 
@@ -244,3 +253,29 @@ INDEPENDENT = (
 )
 # fmt: on
 """vLLM's own architectures whose KV depends on no setting that is `Effect.ARCHITECTURE`, read in vLLM 0.32, and why."""
+
+
+def effect(section: str, name: str) -> tuple[Effect, str]:
+    """How a field of vLLM's configuration takes part, and why; or a variable, of the section "environment"."""
+    for how, patterns in (VARIABLES if section == "environment" else FIELDS.get(section, {})).items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return how
+    return Effect.VALUE, "not known to kvpool"
+
+
+def sections(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
+    """The parts of an engine's configuration that are looked at field by field."""
+    yield "vllm_config", vllm_config
+    for name in FIELDS:
+        part = getattr(vllm_config.model_config if name == "multimodal_config" else vllm_config, name, None)
+        if part is not None:
+            yield name, part
+
+
+def default_of(field: Any) -> Any:
+    """What a field is unless somebody sets it."""
+    if hasattr(field.default, "get_default"):  # Pydantic's description of a field.
+        return field.default.get_default(call_default_factory=True, validated_data={})
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return None if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -23,8 +23,7 @@ from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model import identity
-from vllm_plugin.model.identity import DRAFT_WEIGHTS, is_in_doubt, namespace_spec
-from vllm_plugin.model.kv_inputs import code
+from vllm_plugin.model.identity import DRAFT_WEIGHTS, code, is_in_doubt, namespace_spec
 from vllm_plugin.model.weights import Weights
 
 Identify = Callable[..., NamespaceSpec]

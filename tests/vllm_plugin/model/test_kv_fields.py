@@ -12,8 +12,7 @@ import vllm.config
 from vllm.model_executor.models.registry import ModelRegistry
 
 from tests.support.vllm_objects import CONFIG_CLASSES
-from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, VARIABLES, Effect
-from vllm_plugin.model.kv_inputs import effect
+from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, VARIABLES, Effect, effect
 
 ADDED_IN_0_33: dict[str, set[str]] = {
     "cache_config": {"simple_cpu_offload_num_blocks"},
@@ -94,7 +93,7 @@ def table() -> str:
 
 def test_the_docs_show_the_table() -> None:
     assert table() in (DOCS / "identity.md").read_text(), (
-        "print it by `python -m tests.vllm_plugin.model.test_kv_inputs`"
+        "print it by `python -m tests.vllm_plugin.model.test_kv_fields`"
     )
 
 
