@@ -27,7 +27,7 @@ def main(
 ) -> None:
     """Time gathering and scattering in alternation with plain copies of as many bytes."""
     from vllm_plugin.worker.copy.cuda import STAGING_BYTES, CudaCopier
-    from vllm_plugin.worker.copy.pinned import REGISTER_STEP_BYTES
+    from vllm_plugin.worker.copy.driver import REGISTER_STEP_BYTES
     from vllm_plugin.worker.layout import make_layout
 
     shape = (LAYERS, NUM_ENGINE_BLOCKS, HEADS, BLOCK_TOKENS, CONTENT_BYTES)

@@ -26,7 +26,7 @@ from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Retention, Stores
 from vllm_plugin.session import Session
-from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.copy import CpuCopier
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 from vllm_plugin.worker.worker import KVPoolWorker
 

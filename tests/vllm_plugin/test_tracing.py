@@ -15,7 +15,7 @@ from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import MakeCore, fill
-from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.copy import CpuCopier
 
 LENGTH = 100
 TRACE, PARENT = "a" * 32, "b" * 16

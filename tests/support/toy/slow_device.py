@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.support.toy.engine import ToyEngine
-from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.copy import CpuCopier
 
 
 class SlowDevice:

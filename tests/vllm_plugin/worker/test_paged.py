@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.vllm_plugin.worker.test_layout import LAYOUTS, NAMES, layout_of, numbered
-from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.copy import CpuCopier
 
 MEMBERS = (NAMES[:2], NAMES[2:])  # Two of the engine's groups, with a block table each.
 IDS, TARGETS = [[1, 4, 0], [0, 4, 2]], [[3, 0, 1], [1, 2, 0]]

@@ -25,7 +25,7 @@ from tests.vllm_plugin.kinds import kv_cache, mla
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
 from vllm_plugin.worker import worker as worker_module
-from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.copy import CpuCopier
 from vllm_plugin.worker.transfer import SendThread
 from vllm_plugin.worker.worker import KVPoolWorker
 

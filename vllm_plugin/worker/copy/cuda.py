@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 from kvpool.transport.base import Buffers
 from kvpool.transport.chunk_sums import Checksums
 from vllm_plugin.worker.copy import BlockIds, Copier, driver, xxh3
+from vllm_plugin.worker.copy.driver import CudaHost, PinnedMemory, StridedRun
 from vllm_plugin.worker.copy.paged import PagedBlocks
-from vllm_plugin.worker.copy.pinned import CudaHost, PinnedMemory, StridedRun
 from vllm_plugin.worker.layout import Layout
 
 logger = init_logger("vllm.kvpool.copy")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import wait_for
-from vllm_plugin.worker.copy import pinned
-from vllm_plugin.worker.copy.pinned import REGISTER_STEP_BYTES, PinnedMemory, StridedRun, strided_runs
+from vllm_plugin.worker.copy import driver
+from vllm_plugin.worker.copy.driver import REGISTER_STEP_BYTES, PinnedMemory, StridedRun, strided_runs
 
 NBYTES, BASE = 512, 7 << 20
 NUM_PARTS, PART_BYTES = 4, 8 * NBYTES
@@ -75,7 +75,7 @@ class Parts:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Parts]]:
-    monkeypatch.setattr(pinned, "REGISTER_STEP_BYTES", PART_BYTES)
+    monkeypatch.setattr(driver, "REGISTER_STEP_BYTES", PART_BYTES)
     made: list[Parts] = []
 
     def make(most: int = NUM_PARTS) -> Parts:
