@@ -50,6 +50,11 @@ class Layout:
         """Bytes of one block on this rank."""
         return self.num_shards * self.chunk_bytes
 
+    @property
+    def num_tables(self) -> int:
+        """Block tables that locate one block."""
+        return 1 + max(part.member for part in self.parts)
+
 
 def make_layout(
     kv_caches: Mapping[str, torch.Tensor], layer_names: Sequence[Sequence[str]], num_blocks: int, num_shards: int

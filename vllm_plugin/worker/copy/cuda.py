@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.logger import init_logger
 
 from kvpool.transport.base import Buffers
 from kvpool.transport.chunk_sums import Checksums
@@ -24,8 +23,6 @@ from vllm_plugin.worker.copy import BlockIds, Copier, driver, xxh3
 from vllm_plugin.worker.copy.driver import CudaHost, PinnedMemory, StridedRun
 from vllm_plugin.worker.copy.paged import PagedBlocks
 from vllm_plugin.worker.layout import Layout
-
-logger = init_logger("vllm.kvpool.copy")
 
 STAGING_BYTES = 32 << 20
 """Of one staging buffer."""
@@ -52,16 +49,16 @@ class CudaCopier(Copier):
 
     def __init__(self, layouts: Sequence[Layout]):
         self._device = layouts[0].parts[0].view.device
-        self._shapes = [_GroupShape(layout) for layout in layouts]
+        groups = [PagedBlocks(layout) for layout in layouts]
         staging_bytes = max(STAGING_BYTES, *(layout.region_bytes for layout in layouts))
         table = xxh3.secret_table(self._device)
-        self._out = _Direction(self._device, self._shapes, table, staging_bytes)
-        self._in = _Direction(self._device, self._shapes, table, staging_bytes)
+        self._out = _Direction(self._device, groups, table, staging_bytes)
+        self._in = _Direction(self._device, groups, table, staging_bytes)
         self._sums = [xxh3.suits(layout.chunk_bytes) for layout in layouts]
         self._scatters: deque[_Copy] = deque()
         # Compiled now: the first request should not wait for that.
-        for group_idx, shape in enumerate(self._shapes):
-            shape.blocks.compile()
+        for group_idx, blocks in enumerate(groups):
+            blocks.compile()
             self._out.next_buffer().staged(group_idx, 1).hash()
         torch.cuda.current_stream(self._device).synchronize()
         self._pinned: PinnedMemory | None = None
@@ -165,21 +162,6 @@ class CudaCopier(Copier):
         return runs
 
 
-class _GroupShape:
-    """How the blocks of one group lie in the engine and in a row."""
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        self.blocks = PagedBlocks(layout)
-        self.num_tables = 1 + max(part.member for part in layout.parts)
-
-    def scratch_words(self, nbytes: int) -> int:
-        """Words that a copy of `nbytes` needs on the device besides itself."""
-        count = nbytes // self.layout.region_bytes
-        chunks = count * self.layout.num_shards
-        return _even(count * self.num_tables) + xxh3.room_words(chunks, self.layout.chunk_bytes)
-
-
 class _Direction:
     """Gather or scatter: a stream for the bus, one for kernels, and staging buffers that copies use in rotation.
 
@@ -187,11 +169,11 @@ class _Direction:
         copies, kernels: the streams' handles.
     """
 
-    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], table: torch.Tensor, nbytes: int):
+    def __init__(self, device: torch.device, groups: Sequence[PagedBlocks], table: torch.Tensor, nbytes: int):
         self._device = device
         self._copies_stream, self.kernels_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.copies, self.kernels = self._copies_stream.cuda_stream, self.kernels_stream.cuda_stream
-        self._buffers = itertools.cycle([_StagingBuffer(device, shapes, table, nbytes) for _ in range(NUM_BUFFERS)])
+        self._buffers = itertools.cycle([_StagingBuffer(device, groups, table, nbytes) for _ in range(NUM_BUFFERS)])
         self._idle: list[tuple[torch.Tensor, driver.Event]] = []
         self._entered = threading.local()
 
@@ -225,13 +207,12 @@ class _StagingBuffer:
         handover: event when the copy goes from one stream to the other.
     """
 
-    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], table: torch.Tensor, nbytes: int):
+    def __init__(self, device: torch.device, groups: Sequence[PagedBlocks], table: torch.Tensor, nbytes: int):
         self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._shapes = shapes
+        self._groups = groups
         self._table = table
-        self._scratch = torch.empty(
-            max(shape.scratch_words(nbytes) for shape in shapes), dtype=torch.int64, device=device
-        )
+        scratch_words = max(_scratch_words(blocks, nbytes) for blocks in groups)
+        self._scratch = torch.empty(scratch_words, dtype=torch.int64, device=device)
         self._host: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], _StagedBlocks] = {}
         self.free = driver.Event()
@@ -243,10 +224,10 @@ class _StagingBuffer:
         if staged is None:
             if len(self._by_size) == MAX_STAGED_SIZES:
                 self._by_size.clear()
-            shape = self._shapes[group_idx]
-            nbytes = count * shape.layout.region_bytes
+            blocks = self._groups[group_idx]
+            nbytes = count * blocks.layout.region_bytes
             assert nbytes <= self._staged.numel(), f"a copy of {count} blocks with {nbytes} bytes is too large"
-            staged = _StagedBlocks(self._staged[:nbytes].view(count, -1), shape, self._table, self._scratch)
+            staged = _StagedBlocks(self._staged[:nbytes].view(count, -1), blocks, self._table, self._scratch)
             self._by_size[group_idx, count] = staged
         return staged
 
@@ -268,15 +249,15 @@ class _StagedBlocks:
         ids_address, sums_address: of these words on the device.
     """
 
-    def __init__(self, rows: torch.Tensor, shape: _GroupShape, table: torch.Tensor, scratch: torch.Tensor):
+    def __init__(self, rows: torch.Tensor, blocks: PagedBlocks, table: torch.Tensor, scratch: torch.Tensor):
         count = len(rows)
         self.rows = rows
         self.address = rows.data_ptr()
-        self.nbytes = shape.layout.region_bytes
-        self.chunk_bytes = shape.layout.chunk_bytes
-        self._paged = shape.blocks
-        self._words = shape.blocks.words(rows)
-        self.num_ids = shape.num_tables * count
+        self.nbytes = blocks.layout.region_bytes
+        self.chunk_bytes = blocks.layout.chunk_bytes
+        self._paged = blocks
+        self._words = blocks.words(rows)
+        self.num_ids = blocks.layout.num_tables * count
         self._ids = scratch[: self.num_ids].view(-1, count)
         self.ids_address = self._ids.data_ptr()
         self._hashing = None
@@ -371,6 +352,13 @@ class _Copy:
         """Once: words and event are another copy's from now on."""
         self._has_ended = True
         self._direction.give_back(self._host_words, self.done)
+
+
+def _scratch_words(blocks: PagedBlocks, nbytes: int) -> int:
+    """Words that a copy of `nbytes` needs on the device besides itself."""
+    layout = blocks.layout
+    count = nbytes // layout.region_bytes
+    return _even(count * layout.num_tables) + xxh3.room_words(count * layout.num_shards, layout.chunk_bytes)
 
 
 def _even(words: int) -> int:

@@ -28,7 +28,7 @@ class PagedBlocks:
     """
 
     def __init__(self, layout: Layout):
-        self._region_bytes = layout.region_bytes
+        self.layout = layout
         word_bytes = 8 if all(_has_words(layout, part) for part in layout.parts) else 1
         self._dtype = torch.int64 if word_bytes == 8 else torch.uint8
         alike: dict[object, list[Part]] = {}
@@ -39,13 +39,14 @@ class PagedBlocks:
     def compile(self) -> None:
         """Compiles the kernels for a CUDA device: the first request should not wait for that."""
         ids = torch.zeros(0, 0, dtype=torch.int64, device=self._likes[0].table.device)
-        words = self.words(torch.empty(0, self._region_bytes, dtype=torch.uint8, device=ids.device))
+        words = self.words(torch.empty(0, self.layout.region_bytes, dtype=torch.uint8, device=ids.device))
         for like, gather in itertools.product(self._likes, (True, False)):
             _move.warmup(*self._arguments(like, ids, words, gather), num_warps=_NUM_WARPS, grid=(1,))
 
     def words(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of bytes, uint8 [count, region bytes], on the device, contiguous and aligned to words, as is copied."""
-        assert rows.shape[1] == self._region_bytes, f"rows of {rows.shape[1]} bytes for {self._region_bytes}"
+        nbytes = self.layout.region_bytes
+        assert rows.shape[1] == nbytes, f"rows of {rows.shape[1]} bytes for {nbytes}"
         return rows.view(self._dtype)
 
     def gather(self, ids: torch.Tensor, words: torch.Tensor) -> None:
