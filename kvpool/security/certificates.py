@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.files import read_pem, write_whole
+from kvpool.security.files import as_setting, read_pem, write_whole
 from kvpool.security.principal import Principal
 
 CA_DAYS = 3_650
@@ -44,13 +44,12 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
-    """What a certificate says.
+    """What a certificate in the files `paths` says.
 
     Args:
-        paths: the files that hold it.
         use: "authority", "server", "client", or "server and client".
-        names: DNS names, addresses and URIs, or the subject where it has none.
-        ends_at: the last second in which it is valid, UTC.
+        names: DNS names, addresses and URIs, or the subject of a certificate without any.
+        ends_at: the last second in which the certificate is valid, UTC.
     """
 
     paths: tuple[str, ...]
@@ -178,11 +177,9 @@ def load_certificates(text: bytes, path: object, setting: str = "") -> list[x509
     try:
         return x509.load_pem_x509_certificates(text)
     except ValueError:
-        named = f" as {setting}" if setting else ""
-        held = "holds no certificate that can be read"
-        if _KEY_MARK in text and _CERTIFICATE_MARK not in text:
-            held = "holds a private key, not certificates"
-        raise ConfigError(f"{path} {held}; give a PEM file with certificates{named}") from None
+        is_key = _KEY_MARK in text and _CERTIFICATE_MARK not in text
+        held = "a private key, not certificates" if is_key else "no certificate that can be read"
+        raise ConfigError(f"{path} holds {held}; give a PEM file with certificates{as_setting(setting)}") from None
 
 
 def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
@@ -190,11 +187,11 @@ def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
     try:
         return serialization.load_pem_private_key(text, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        named = f" as {setting}" if setting else ""
-        held = f"holds no key that can be read: {error}"
-        if _CERTIFICATE_MARK in text and _KEY_MARK not in text:
-            held = "holds certificates, not a private key"
-        raise ConfigError(f"{path} {held}; give a PEM file with an unencrypted key{named}") from None
+        is_certificate = _CERTIFICATE_MARK in text and _KEY_MARK not in text
+        held = "certificates, not a private key" if is_certificate else f"no key that can be read: {error}"
+        raise ConfigError(
+            f"{path} holds {held}; give a PEM file with an unencrypted key{as_setting(setting)}"
+        ) from None
 
 
 def facts_of(paths: tuple[str, ...], certificate: x509.Certificate) -> CertificateFacts:

@@ -22,9 +22,6 @@ from kvpool.security.principal import ALL_TENANTS, Principal, Role
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
 _KEY_BYTES = 32
-"""Of a key; 40 characters of Z85."""
-_KEY_FILE = 'metadata\ncurve\n    public-key = "{public}"\n'
-_SECRET_LINE = '    secret-key = "{secret}"\n'
 _MAKE_ONE = "make a pair with `kvpool certs events-key`"
 
 
@@ -38,18 +35,18 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class SubscriberKeys:
-    """What a subscriber needs: its own pair, and the server's public key, Z85."""
+    """A subscriber's own pair, and the server's public key, Z85."""
 
     own: KeyPair
     server: bytes
 
     @classmethod
     def read(cls, own: Path, server: Path) -> SubscriberKeys:
-        """From NAME.key_secret of the subscriber and NAME.key of the server. Raises ConfigError."""
+        """Reads NAME.key_secret of the subscriber and NAME.key of the server. Raises ConfigError."""
         return cls(read_pair(own), read_public(server))
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Has a socket prove who it is, and encrypt. Call it before `connect`."""
+        """Has a socket authenticate and encrypt; to be called before `connect`."""
         socket.curve_publickey, socket.curve_secretkey = self.own.public, self.own.secret
         socket.curve_serverkey = self.server
 
@@ -57,9 +54,9 @@ class SubscriberKeys:
 def create_pair(name: Path) -> KeyPair:
     """Makes a pair in NAME.key and NAME.key_secret (mode 0600). Raises ConfigError if there is one already."""
     public, secret = zmq.curve_keypair()
-    text = _KEY_FILE.format(public=public.decode())
+    text = f'metadata\ncurve\n    public-key = "{public.decode()}"\n'
     # The secret first: a public key without its secret would be listed in vain.
-    write_new(Path(f"{name}{SECRET_SUFFIX}"), text + _SECRET_LINE.format(secret=secret.decode()))
+    write_new(Path(f"{name}{SECRET_SUFFIX}"), f'{text}    secret-key = "{secret.decode()}"\n')
     write_new(Path(f"{name}{PUBLIC_SUFFIX}"), text, 0o644)
     return KeyPair(public, secret)
 
@@ -94,10 +91,7 @@ def append_subscriber(path: Path, tenant: str, public: bytes) -> None:
 
 
 def read_subscribers(path: Path) -> dict[bytes, str]:
-    """A server's list: the tenant of each public key.
-
-    Raises ConfigError, which names the line, also for a file that its group or others can write.
-    """
+    """A server's list: the tenant of each public key. Raises ConfigError as `read_lines`."""
     tenants: dict[bytes, str] = {}
 
     def add(line: str) -> None:

@@ -29,12 +29,17 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
+def as_setting(setting: str) -> str:
+    """The end of an error's fix: which setting gives the path; empty if that is not known."""
+    return f" as {setting}" if setting else ""
+
+
 def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
     """The error for a file that cannot be read; `setting` gave the path, such as "--tokens"; empty: not known."""
-    named = f" as {setting}" if setting else ""
     seen = "" if os.path.isabs(str(path)) else f" (seen from {_working_directory()})"
     return ConfigError(
-        f"cannot read {path}{seen}: {error.strerror}; give a file{named} that exists and that this process may read"
+        f"cannot read {path}{seen}: {error.strerror}; give a file{as_setting(setting)} that exists and that this "
+        "process may read"
     )
 
 
@@ -68,10 +73,9 @@ def read_private(path: Path, setting: str, what: str = "private key") -> bytes:
 
 
 def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
-    """Raises ConfigError if a file's group, or others, can write it. They may read it.
+    """Raises ConfigError if a file's group or others can write it, who could `danger`, such as "add a token".
 
-    Args:
-        danger: what those who can write the file could do, such as "add an operator's token".
+    They may read the file.
     """
     mode = stat.S_IMODE(_stat(path, setting).st_mode)
     if mode & 0o022:
@@ -102,11 +106,7 @@ def read_lines(
 def open_private(path: str, flags: int, what: str, setting: str) -> int:
     """A descriptor of a regular file that its owner alone can use; the file is made if it does not exist.
 
-    Args:
-        flags: of `os.open`, such as `os.O_RDWR`.
-        what, setting: what the file is, and the option that gave the path, for errors.
-
-    Raises ConfigError.
+    Raises ConfigError, which says `what` the file is and which `setting` gave the path.
     """
     try:
         fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -134,11 +134,11 @@ def write_new(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 def write_whole(path: Path, text: bytes, secret: bool = False, like: os.stat_result | None = None) -> None:
-    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones. Raises ConfigError.
+    """Replaces a file as a whole, so that readers see the old bytes or the new ones. Raises ConfigError.
 
     Args:
         secret: only the file's owner may read it.
-        like: of a file whose owner, group and mode the new one gets; None: the caller's, and those of `secret`.
+        like: has the owner, group and mode of the new file; None: the caller's, and as `secret` says.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -195,9 +195,9 @@ def open_locked(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 class WatchedFiles(Generic[Value]):
-    """What some files say, which may be replaced at any time. Thread-safe.
+    """The value of some files, which may be replaced at any time. Thread-safe.
 
-    While what they hold cannot be used (half of a pair is replaced, say), the last good value stays in force, and one
+    While the files cannot be used (half of a pair is replaced, say), the last good value stays in force, and one
     warning says why. Such files are read at each look: the reason may have been the process, not the files.
 
     Args:
@@ -206,9 +206,7 @@ class WatchedFiles(Generic[Value]):
             succeeds again; called with the error after each that fails, once per change and reason.
 
     Attributes:
-        paths: of the files.
-        value: what is in force.
-        version: how often it has changed.
+        version: how often the value has changed.
     """
 
     def __init__(
@@ -276,8 +274,8 @@ def _stat(path: str, setting: str) -> os.stat_result:
     except OSError as error:
         raise unreadable(path, error, setting) from None
     except ValueError:  # A zero byte.
-        named = f" as {setting}" if setting else ""
-        raise ConfigError(f"cannot read {path!r}: no file has such a name; give another path{named}") from None
+        fix = f"give another path{as_setting(setting)}"
+        raise ConfigError(f"cannot read {path!r}: no file has such a name; {fix}") from None
 
 
 def _working_directory() -> str:

@@ -26,8 +26,6 @@ from kvpool.security.files import read_private, write_new
 KEY_BYTES = 32
 FIELD = "name_key"
 """Key of the digest in `NamespaceSpec.extra`."""
-_DIGEST_BYTES = 16
-_SETTING = "name_key_file (--name-key-file)"
 NAMES_PER_TURN = 256
 """About 0.1 ms."""
 
@@ -46,7 +44,7 @@ class NameKey:
         if len(key) != KEY_BYTES:
             raise InvalidRequestError(f"a key of {len(key)} bytes; give {KEY_BYTES} random bytes")
         self._keyed = hashlib.blake2b(key=key, digest_size=HASH_BYTES)
-        self.digest = hashlib.blake2b(b"namespace", key=key, digest_size=_DIGEST_BYTES).hexdigest()
+        self.digest = hashlib.blake2b(b"namespace", key=key, digest_size=16).hexdigest()
 
     def __repr__(self) -> str:
         return f"NameKey({self.digest})"
@@ -54,7 +52,7 @@ class NameKey:
     @classmethod
     def read(cls, path: Path) -> NameKey:
         """With the key in a file, as `create` writes it, or in base64. Raises ConfigError, which does not show it."""
-        text = read_private(path, _SETTING).decode(errors="replace").strip()
+        text = read_private(path, "name_key_file (--name-key-file)").decode(errors="replace").strip()
         try:
             is_hexadecimal = re.fullmatch("[0-9a-fA-F]{64}", text)
             return cls(bytes.fromhex(text) if is_hexadecimal else base64.b64decode(text, validate=True))

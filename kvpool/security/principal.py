@@ -16,7 +16,6 @@ ABOUT_DOMAINS = (
     "Trust domain: name of the deployment that servers and callers belong to, the DOMAIN of their SPIFFE IDs "
     "(spiffe://DOMAIN/kvpool/TENANT/ROLE)."
 )
-"""What a trust domain is, for the help of commands."""
 ALL_TENANTS = "_"
 """In the place of the tenant, for roles that belong to no tenant."""
 _SCHEME, _SERVICE = "spiffe://", "kvpool"

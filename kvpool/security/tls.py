@@ -1,7 +1,4 @@
-"""The files of a process' TLS identity: read, checked, and read again when they change, so that nothing restarts.
-
-An authority, a certificate (with its chain) and the certificate's key, all PEM.
-"""
+"""The files of a process' TLS identity: an authority, a certificate with its chain, and the certificate's key."""
 
 from __future__ import annotations
 
@@ -14,14 +11,7 @@ from pathlib import Path
 from cryptography import x509
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.certificates import (
-    CA_NAME,
-    CERTIFICATE_NAME,
-    KEY_NAME,
-    load_certificates,
-    load_key,
-    uris_of,
-)
+from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, load_certificates, load_key, uris_of
 from kvpool.security.files import read_pem, read_private
 from kvpool.security.principal import Principal
 
@@ -47,10 +37,8 @@ class TlsFiles:
     @classmethod
     def of(cls, value: object) -> TlsFiles:
         """Files, or a mapping with their paths by these names. Raises ConfigError for anything else."""
-        paths = value if isinstance(value, Mapping) else None
-        if isinstance(value, TlsFiles):
-            paths = dataclasses.asdict(value)
-        if paths is None or not {"ca"} <= set(paths) <= {"ca", "cert", "key"}:
+        paths = dataclasses.asdict(value) if isinstance(value, TlsFiles) else value
+        if not isinstance(paths, Mapping) or not {"ca"} <= set(paths) <= {"ca", "cert", "key"}:
             raise ConfigError(
                 f"tls = {value!r} does not have the paths ca, cert and key; give TlsFiles(ca, cert, key), or "
                 "TlsFiles.in_directory(DIR)"

@@ -1,7 +1,6 @@
 """Bearer tokens: secrets that stand for a principal, for callers that have no certificate.
 
-A server keeps a file with a JSON object a line for each token: its SHA-256, the principal, when it was made, and when
-it ends. Who reads the file cannot make a token from it. `#` begins a line that is a comment.
+A server's file has a JSON object per token with the SHA-256, from which nobody can make a token, and comments (`#`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from kvpool.security.files import append_line, open_locked, read_lines, read_pri
 from kvpool.security.principal import Principal
 
 PREFIX = "kvpool_"
-"""What every token begins with, so that a scanner for leaked secrets can find it."""
-ID_DIGITS = 12
-"""Of a token's digest, with which people name it."""
-_TOKEN_FILE = "token_file (--token-file)"
-_SECRET_BYTES = 32
+"""Begins every token, so that a scanner for leaked secrets can find it."""
 _UNITS = {"h": 1, "d": 24, "w": 7 * 24}
 _TOKEN = re.compile(PREFIX + r"[A-Za-z0-9_-]{43}")
 _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
@@ -35,13 +30,7 @@ _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What a server knows of a token.
-
-    Args:
-        digest: SHA-256 of the token, hexadecimal.
-        ends_at: UTC.
-        created_at: UTC; None: not known.
-    """
+    """A token as its server knows it: by the SHA-256, hexadecimal. Times are UTC; a time not known is None."""
 
     digest: str
     principal: Principal
@@ -50,7 +39,8 @@ class TokenRecord:
 
     @property
     def id(self) -> str:
-        return self.digest[:ID_DIGITS]
+        """The first digits of the digest, by which people name the token."""
+        return self.digest[:12]
 
     def line(self) -> str:
         fields = {"sha256": self.digest, "principal": str(self.principal), "ends_at": self.ends_at.isoformat()}
@@ -69,7 +59,7 @@ class TokenRecord:
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of a server's file. Times have a zone, as 2027-01-31T12:00:00+00:00 has."""
+    """A line of a server's file. Times have a zone, as 2027-01-31T12:00:00+00:00."""
 
     sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     principal: str
@@ -79,7 +69,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 def create_token(principal: Principal, lasts: dt.timedelta) -> tuple[str, TokenRecord]:
     """A new token, and what its server has to know of it."""
-    token = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+    token = PREFIX + secrets.token_urlsafe(32)
     now = dt.datetime.now(dt.UTC)
     return token, TokenRecord(digest_of(token), principal, now + lasts, now)
 
@@ -95,12 +85,9 @@ def append_record(path: Path, record: TokenRecord) -> None:
 
 
 def remove_record(path: Path, token_id: str) -> TokenRecord:
-    """Takes a token out of a server's file, which is replaced as a whole; returns what the file had.
+    """Takes the token whose digest begins with `token_id` out of a server's file, which is replaced as a whole.
 
-    Args:
-        token_id: the first digits of one token's digest, or all of them.
-
-    Raises ConfigError as `read_records`, and InvalidRequestError unless the id is one token's; nothing has changed.
+    Raises ConfigError as `read_lines`, and InvalidRequestError unless the id is one token's; nothing has changed.
     """
     path = path.resolve()  # A link to the file stays.
     fd = open_locked(path, os.O_RDWR)
@@ -119,22 +106,19 @@ def remove_record(path: Path, token_id: str) -> TokenRecord:
 
 
 def read_records(path: Path) -> dict[str, TokenRecord]:
-    """A server's tokens by digest, the ended ones included.
-
-    Raises ConfigError, which names the line, also for a file that its group or others can write.
-    """
+    """A server's tokens by digest, the ended ones included. Raises ConfigError as `read_lines`."""
     return {record.digest: record for _, record in _parse_lines(path) if record is not None}
 
 
 def _parse_lines(path: Path) -> list[tuple[bytes, TokenRecord | None]]:
-    """Each line with its record; None: the line is empty or a comment. Raises as `read_records`."""
+    """Each line with its record; None: the line is empty or a comment. Raises ConfigError as `read_lines`."""
     fix = f"; take the line out, and make another token in its place: kvpool token create --file {path}"
     return read_lines(path, TokenRecord.parse, "add an operator's token", "--tokens", fix)
 
 
 def read_token(path: Path) -> str:
     """A client's token. Raises ConfigError unless the file holds one token alone, and others cannot read it."""
-    text = read_private(path, _TOKEN_FILE, "token").decode(errors="replace").strip()
+    text = read_private(path, "token_file (--token-file)", "token").decode(errors="replace").strip()
     if not (_TOKEN.fullmatch(text) or _JWT.fullmatch(text)):
         raise ConfigError(
             f"{path} holds no token; it has to hold what `kvpool token create` printed, or a JWT, and nothing else"
