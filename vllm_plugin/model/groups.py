@@ -35,7 +35,6 @@ class PoolGroup:
     """One group of the pool.
 
     Args:
-        kind: of its layers, with the group's sizes.
         members: indices of the engine's groups that it stands for; their layers follow each other in a chunk.
     """
 
@@ -44,27 +43,22 @@ class PoolGroup:
 
 
 def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[PoolGroup]:
-    """The pool's groups, in the order of their first members.
-
-    Raises:
-        ConfigError: a group is of a kind that cannot be shared.
-    """
+    """The pool's groups, in the order of their first members. Raises ConfigError as `check_supported`."""
     check_supported(vllm_config, kv_cache_config)
-    eagle = eagle_groups(vllm_config, kv_cache_config)
+    eagle = _eagle_groups(vllm_config, kv_cache_config)
     merged: dict[Kind, list[int]] = {}
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = next(iter(kv_cache_interface.iter_layer_specs(group.kv_cache_spec)))
         kind = kind_of(spec)
         assert kind is not None, f"check_supported let {type(spec).__name__} pass"
         merged.setdefault(kind.of(spec), []).append(idx)
-    groups = []
-    for common, members in merged.items():
-        proves = common.is_positional and not eagle.isdisjoint(members)
-        groups.append(PoolGroup(replace(common, proves=proves), tuple(members)))
-    return groups
+    return [
+        PoolGroup(replace(kind, proves=kind.is_positional and not eagle.isdisjoint(members)), tuple(members))
+        for kind, members in merged.items()
+    ]
 
 
-def eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
+def _eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
     """Indices of the engine's groups whose last slots a draft model writes; all groups where vLLM does not tell."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle_block_drop():
@@ -84,13 +78,9 @@ def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
 
 
 def group_spec(group: PoolGroup, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_shards: int) -> GroupSpec:
-    """The group of one pipeline stage, for all of its tensor-parallel ranks.
+    """The group of one pipeline stage, for all of its tensor-parallel ranks; `num_shards` = 0: the default number.
 
-    Args:
-        num_shards: as configured; 0 for the default.
-
-    Raises:
-        ConfigError: the stage has no such layer, or the shards do not divide over the heads or the ranks.
+    Raises ConfigError if the stage has no such layer, or if the shards do not divide over the heads or the ranks.
     """
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     layers = stage_layers(group, kv_cache_config)
@@ -121,14 +111,10 @@ class Geometry:
     """Sizes of an engine's KV cache, and the names of its blocks.
 
     Args:
-        groups: of the pool.
-        alignment: hits end at multiples of this many tokens: a whole block of every group.
-        names: of blocks in the pool.
+        alignment: hits end at multiples of this many tokens.
         num_blocks: of the engine's KV cache.
         step_tokens: the most tokens that one step computes.
-        tp_size: tensor-parallel ranks of a pipeline stage.
-        num_stages: pipeline stages.
-        num_ranks: of all stages; each of them reports every store job.
+        num_ranks: of all pipeline stages; each of them reports every store job.
     """
 
     groups: Sequence[PoolGroup]
@@ -195,12 +181,7 @@ def stage_layers(group: PoolGroup, kv_cache_config: KVCacheConfig) -> list[tuple
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """What one tensor-parallel rank holds of every block.
-
-    Args:
-        shards: the shards whose KV heads this rank holds.
-        writes: whether this rank stores them; replicas of a head do not.
-    """
+    """The shards whose KV heads a tensor-parallel rank holds, and whether it stores them: replicas of a head do not."""
 
     shards: ShardRange
     writes: bool

@@ -63,13 +63,9 @@ _FOREIGN_CODE = re.compile(r'"([\w.-]+/[\w.-]+)--[\w.]+"')
 def namespace_spec(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, stage: int = 0
 ) -> NamespaceSpec:
-    """The namespace of one pipeline stage of an engine.
+    """The namespace of one pipeline stage of an engine; `kv_cache_config` is that of a worker of the stage.
 
-    Args:
-        kv_cache_config: of a worker of that stage.
-
-    Raises:
-        ConfigError: the model is not served, or its block hashes differ from process to process.
+    Raises ConfigError if the model is not served, or if its block hashes differ from process to process.
     """
     groups = make_groups(vllm_config, kv_cache_config)
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config

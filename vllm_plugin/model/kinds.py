@@ -1,7 +1,5 @@
 """The kinds of KV-cache groups that can be shared, and the longest hit: what every group needs of it is in the pool.
 
-There is one class for each kind, and `KINDS` lists them.
-
 A kind knows four things of its layers: the rule (which blocks a hit needs), retention (which blocks are worth storing),
 the cut (how a layer's page is divided over tensor-parallel ranks), and the format (what the bytes are). To serve
 another kind of layer, write its class here and add it to `KINDS`.
@@ -40,8 +38,7 @@ class Cut:
     """How a layer's page is divided over the ranks.
 
     Args:
-        heads: KV heads of the whole model; 0: each rank's page is opaque and its own.
-        head_bytes: bytes of one head's page; of the whole page if it is opaque.
+        heads: KV heads of the whole model; 0: each rank's page is opaque and its own, of `head_bytes`.
     """
 
     heads: int
@@ -53,12 +50,10 @@ class Kind(ABC):
     """A kind of KV-cache group, with the sizes of one group.
 
     Args:
-        block_tokens: tokens in a block.
         name: vLLM's name for the kind, for `GroupSpec` and KV events.
         proves: a hit needs one block more, whose tokens are computed again: a draft model (EAGLE, MTP) writes the last
             slot of a block from the token after it.
         reach_tokens: tokens before its own that a token may depend on: a window, or a chunk; 0 for other kinds.
-        is_replicated: every tensor-parallel rank holds the same bytes.
         window_tokens: size of the sliding window, for `GroupSpec` and KV events; 0 for other kinds.
     """
 
@@ -89,8 +84,6 @@ class Kind(ABC):
         name = str(vllm_specs.get_kv_cache_spec_kind(spec).value)
         return cls(block_tokens=spec.block_size, name=name, is_replicated=is_replicated(spec), **sizes)
 
-    # Rule
-
     @abstractmethod
     def first(self, boundary: Num) -> Num:
         """Index of the first block that a hit at `boundary` needs; elementwise for an array of boundaries."""
@@ -103,8 +96,6 @@ class Kind(ABC):
         """The most tokens of a request whose blocks are allocated at once, with steps of `step_tokens` at most."""
         return min(num_tokens, self.reach_tokens + step_tokens + self.block_tokens)
 
-    # Retention
-
     def worth_storing(self, start: int, stop: int, boundaries: Iterable[int], decoded: int) -> list[int]:
         """Those of blocks [start, stop) that are worth storing, in order.
 
@@ -116,8 +107,6 @@ class Kind(ABC):
         for boundary in boundaries:
             wanted.update(range(max(start, self.first(boundary)), min(stop, self.end(boundary))))
         return sorted(wanted)
-
-    # Cut and format
 
     @classmethod
     def cut(cls, spec: Any, vllm_config: VllmConfig) -> Cut:
@@ -263,12 +252,10 @@ def most_kv_heads(vllm_config: VllmConfig) -> int:
 
 
 class Found:
-    """Which blocks of one group are there.
+    """Which blocks of one group are there, of the `length` blocks from `first` on that were asked for.
 
     Args:
-        first: index of the first block that was asked for.
         complete: bitmap from `first` on.
-        length: how many were asked for.
 
     Attributes:
         leading: index after the first blocks without a gap.
@@ -281,7 +268,7 @@ class Found:
         self._length = max(length, complete.bit_length())
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether blocks [start, stop) are all there; `start` is not before the first that was asked for."""
+        """Whether blocks [start, stop) are all there; `start` >= `first`."""
         if stop <= max(start, self.leading):
             return True
         last = stop - 1 - self.first
@@ -296,7 +283,7 @@ class Found:
         return (stop <= start) | ((last < self._length) & (runs >= stop - start))
 
     def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """The names of blocks that are not there, of the names of all that were asked for."""
+        """Those of the names of all `length` blocks whose blocks are not there."""
         if not self._complete & (self._complete + 1):  # A prefix, or nothing, or everything.
             return names[self.leading - self.first :]
         return list(itertools.compress(names, self._runs == 0))

@@ -80,9 +80,9 @@ class Weights:
 
     Args:
         model: a label where there is a digest, else the full name: a hub name, a path or a URI.
-        revision: the commit, where it is known.
+        revision: the commit, if known.
         digest: SHA-256 over the files' names and contents; empty where vLLM reads them from elsewhere.
-        settings: settings of the loader that decide what is read.
+        settings: of the loader, that decide what is read.
     """
 
     model: str
@@ -176,11 +176,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def adapter_directory(path: str) -> Path:
-    """Where vLLM finds an adapter: a directory, or a hub name in the local cache.
-
-    Raises:
-        FileNotFoundError: it is not on this disk.
-    """
+    """Where vLLM finds an adapter: a directory, or a hub name in the local cache. Raises FileNotFoundError."""
     place = _directory(os.path.expanduser(path), None, None)
     if place is None or not place.is_dir():
         raise FileNotFoundError(f"{path} is no directory on this disk and not in the Hugging Face cache")

@@ -34,12 +34,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One group on one rank.
-
-    Args:
-        num_shards: shards of a block on this rank.
-        chunk_bytes: bytes of one shard of a block.
-    """
+    """One group on one rank, which holds `num_shards` shards of each block, of `chunk_bytes` each."""
 
     parts: tuple[Part, ...]
     num_shards: int
@@ -59,16 +54,13 @@ class Layout:
 def make_layout(
     kv_caches: Mapping[str, torch.Tensor], layer_names: Sequence[Sequence[str]], num_blocks: int, num_shards: int
 ) -> Layout:
-    """The layout of one group.
+    """The layout of one group. Raises ValueError if a layer is missing, or has a KV cache of an unexpected shape.
 
     Args:
         kv_caches: as vLLM registers them: layer -> [B * r, H, N / r, C], r kernel blocks in a block.
         layer_names: of each member of the group, in the order of the namespace.
         num_blocks: B.
         num_shards: of this rank; divides every H.
-
-    Raises:
-        ValueError: a layer is missing, or its KV cache has an unexpected shape.
     """
     parts: list[Part] = []
     at = 0

@@ -226,11 +226,7 @@ class ReceiveThread(TransferThread[LoadJob]):
             # What was read meanwhile counts as free: it is as much as the copier stages.
             job.seconds = max(MIN_LOAD_S, seconds - self._copier.seconds_between(began, mark))
         if gone:
-            logger.warning(
-                "kvpool: %d of %d KV blocks of a load left the pool; vLLM computes them",
-                gone,
-                _count(job),
-            )
+            logger.warning("kvpool: %d of %d KV blocks of a load left the pool; vLLM computes them", gone, _count(job))
             self._recorder.add("load_failures")
             return False
         self._session.report(None, "load")

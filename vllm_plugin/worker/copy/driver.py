@@ -146,13 +146,11 @@ def _check(code: int, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StridedRun:
-    """Buffers that lie evenly spaced in memory: one copy moves them all.
+    """`count` buffers that lie evenly spaced in memory, `step` bytes apart: one copy moves them all.
 
     Args:
         start: index of the first buffer, among those that are copied together.
-        count: of buffers.
         address: of the first buffer.
-        step: bytes from one buffer to the next.
     """
 
     start: int
@@ -236,7 +234,6 @@ class PinnedMemory:
         return strided_runs(offsets, nbytes, self._start)
 
     def give_back(self) -> None:
-        """Ends one use of the memory."""
         with self._lock:
             self._num_users -= 1
             self._unregister_if_unused()
