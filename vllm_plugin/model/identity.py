@@ -137,11 +137,11 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
         **dict(weights.settings),
         "architecture": model.architecture,
         **_plugins(vllm_config),
-        "hf_config": _short(_hf_config(model)),
+        "hf_config": _hf_config(model),
         "quantization": str(model.quantization or ""),
     }
     if model.quantization_config:
-        extra["quantization_config"] = _short(_canonical(model.quantization_config))
+        extra["quantization_config"] = _canonical(model.quantization_config)
     speculative: Any = vllm_config.speculative_config
     if speculative is not None:
         extra |= _draft(speculative, vllm_config)
@@ -151,7 +151,7 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
     encoder: Any = model.multimodal_config
     if getattr(encoder, "mm_encoder_attn_dtype", None) == "fp8" and not encoder.mm_encoder_fp8_scale_path:
         extra["multimodal.in_doubt"] = "scales that depend on the images before"
-    extra |= {name: _short(_canonical(value)) for name, value in (*_settings(vllm_config), *_environment())}
+    extra |= {name: _canonical(value) for name, value in (*_settings(vllm_config), *_environment())}
     if (private := "vllm_config.additional_config") in extra:
         # It may hold secrets, and the pool shows namespaces to other users.
         extra[private] = hashlib.sha256(extra[private].encode()).hexdigest()
@@ -168,7 +168,7 @@ def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:
     extra[DRAFT_WEIGHTS] = weights.digest or f"{weights.model}@{weights.revision}"
     extra |= {f"speculative.{name}": value for name, value in weights.settings}
     extra["speculative.architecture"] = str(draft.architecture)
-    extra["speculative.hf_config"] = _short(_hf_config(draft))
+    extra["speculative.hf_config"] = _hf_config(draft)
     extra["speculative.quantization"] = str(draft.quantization or "")
     return extra
 
@@ -351,13 +351,10 @@ def _files(place: Path) -> list[Path]:
     return [each for each in (place, *place.parents) if each.is_file()][:1]
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else hashlib.sha256(text.encode()).hexdigest()
-
-
 def _canonical(value: Any) -> str:
-    """A setting as JSON; files that it names stand there as digests of what they contain."""
-    return json.dumps(_by_content(value), sort_keys=True, separators=(",", ":"), default=_plain)
+    """A setting as JSON, or its digest if that is long; files that it names stand there as digests of their content."""
+    text = json.dumps(_by_content(value), sort_keys=True, separators=(",", ":"), default=_plain)
+    return text if len(text) <= MAX_TEXT else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _by_content(value: Any) -> Any:

@@ -108,7 +108,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
             settings["load_format"] = load_format  # It chooses among these files, or how they are read.
     # vLLM puts the weights alone into its download directory, and reads all else from the hub's own cache.
     places = place, model_directory(model)
-    by_name = {_name(file, places): file for each in places for file in _matching(each, ("*",), but=_WEIGHTS)}
+    by_name = {_name(file, places): file for each in places for file in _counting(each, weights=False)}
     beside = [by_name[name] for name in sorted(by_name, key=Path)]
     digest = _digest([*files, *beside], *places) if files else ""
     if digest:
@@ -201,8 +201,7 @@ def tokenizer_digest(name: str, revision: str | None) -> str:
     place = _directory(name, revision, None)
     if place is None or not place.is_dir():
         return name
-    beside = (file for file in _below(place) if not any(fnmatch(file.name, pattern) for pattern in _WEIGHTS))
-    return _digest(sorted(beside), place)
+    return _digest(sorted(file for file in _below(place) if not _matches(file, _WEIGHTS)), place)
 
 
 def _below(place: Path) -> Iterator[Path]:
@@ -240,34 +239,38 @@ def _commit(model: ModelConfig) -> str:
 
 
 def _weight_files(place: Path | None, load_format: str) -> list[Path]:
-    files = _matching(place, _WEIGHTS)
+    files = _counting(place, weights=True)
     if place is not None and load_format in _SAFETENSORS_FIRST and any(place.glob("*.safetensors")):
         # Beside safetensors vLLM reads none of these; a copy of the model may well lack them.
         return [file for file in files if not fnmatch(file.relative_to(place).as_posix(), "pytorch_model*")]
     return files
 
 
-def _matching(place: Path | None, patterns: Sequence[str], but: Sequence[str] = ()) -> list[Path]:
-    """Files at any depth, sorted, without those that change no KV."""
+def _counting(place: Path | None, *, weights: bool) -> list[Path]:
+    """The weights at any depth, or the other files, sorted, without those that change no KV."""
     if place is None:
         return []
     if place.is_file():
-        return _parts(place) if "*.gguf" in patterns else []
+        return _parts(place) if weights else []
     return sorted(
         file
         for file in _below(place)
-        if any(fnmatch(file.name, pattern) for pattern in patterns)
-        and not any(fnmatch(file.name, pattern) for pattern in (*but, *_ignored(file, file.parent == place)))
+        if _matches(file, _WEIGHTS) == weights
+        and not _matches(file, _ignored(file, file.parent == place))
         and file.relative_to(place).parts[0] != "original"
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(place).parts)
     )
+
+
+def _matches(file: Path, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(file.name, pattern) for pattern in patterns)
 
 
 def _ignored(file: Path, is_outermost: bool) -> Iterator[str]:
     """Patterns that a file is ignored by. vLLM loads weights by any name but those that training leaves behind."""
     if file.suffix == ".safetensors":
         return
-    if any(fnmatch(file.name, pattern) for pattern in _WEIGHTS):
+    if _matches(file, _WEIGHTS):
         yield from _NO_KV[_TRAINING]
         return
     for reason, patterns in _NO_KV.items():

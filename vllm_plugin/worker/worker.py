@@ -5,9 +5,7 @@ Only the model runner's thread calls it, and no call waits.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -53,14 +51,15 @@ class KVPoolWorker:
         tp_rank: int,
         stage: int = 0,
     ):
-        parallel = vllm_config.parallel_config
+        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        num_stages = vllm_config.parallel_config.pipeline_parallel_size
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._groups = make_groups(vllm_config, kv_cache_config)
         self._group_specs = [
             group_spec(group, vllm_config, kv_cache_config, config.num_shards) for group in self._groups
         ]
-        self._mine = [rank_shards(group, tp_rank, parallel.tensor_parallel_size) for group in self._group_specs]
+        self._mine = [rank_shards(group, tp_rank, tp_size) for group in self._group_specs]
         self._spec: Future[NamespaceSpec] = Future()
         self._weights_epoch = config.weights_epoch
         self._stage, self._tp_rank = stage, tp_rank
@@ -70,29 +69,27 @@ class KVPoolWorker:
         # A draft model writes its own layers after the hooks of a step, into the blocks of that step.
         self._hold_stores = vllm_config.speculative_config is not None
         self._held: list[StoreJob] = []
-        self._name = f"worker {tp_rank}" if parallel.pipeline_parallel_size == 1 else f"worker {stage}.{tp_rank}"
+        self._name = f"worker {tp_rank}" if num_stages == 1 else f"worker {stage}.{tp_rank}"
         self._recorder = Recorder()
         self.guard = self._recorder.guard
         self._ended_loads: list[tuple[LoadJob, bool]] = []  # To be reported, and whether each succeeded.
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self.session = Session(config.client_config(ranks), self._spec, self._name, self._recorder)
+        self.session = Session(config.client_config(tp_size * num_stages), self._spec, self._name, self._recorder)
         self._tracing = tracing_of(config.client_config())
         self.sender: SendThread | None = None
         self.receiver: ReceiveThread | None = None
         self._is_spec_reported = False  # The scheduler compares the namespace with its own.
         self._report = WorkerMetadata()
         # Reading the files of large weights takes long: the engine warms up meanwhile.
-        naming = functools.partial(namespace_spec, vllm_config, kv_cache_config, config, stage)
-        threading.Thread(target=self._name_spec, args=(naming,), name="kvpool-naming", daemon=True).start()
+        threading.Thread(target=self._name_spec, args=(vllm_config,), name="kvpool-naming", daemon=True).start()
 
     @property
     def spec(self) -> NamespaceSpec:
         """The namespace of this rank's pipeline stage; waits until the files of the weights are read."""
         return replace(self._spec.result(), weights_epoch=self._weights_epoch)
 
-    def _name_spec(self, naming: Callable[[], NamespaceSpec]) -> None:
+    def _name_spec(self, vllm_config: VllmConfig) -> None:
         try:
-            self._spec.set_result(naming())
+            self._spec.set_result(namespace_spec(vllm_config, self._kv_cache_config, self._config, self._stage))
         except Exception as error:  # Of any kind: others wait for the result.
             self._spec.set_exception(error)
             logger.error("kvpool is off for this engine: %s cannot name its namespace: %s", self._name, error)
