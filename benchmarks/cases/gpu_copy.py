@@ -26,9 +26,9 @@ def main(
     blocks: Annotated[int, typer.Option(help="Blocks in a transfer.")] = 1250,
 ) -> None:
     """Time gathering and scattering in alternation with plain copies of as many bytes."""
+    from vllm_plugin.worker.copy import make_layout
     from vllm_plugin.worker.copy.cuda import STAGING_BYTES, CudaCopier
     from vllm_plugin.worker.copy.driver import REGISTER_STEP_BYTES
-    from vllm_plugin.worker.layout import make_layout
 
     shape = (LAYERS, NUM_ENGINE_BLOCKS, HEADS, BLOCK_TOKENS, CONTENT_BYTES)
     memory = torch.zeros(shape, dtype=torch.int8, device="cuda")

@@ -11,8 +11,7 @@ import torch
 
 from kvpool.protocol.hashing import checksum
 from tests.support.processes import wait_for
-from vllm_plugin.worker.copy import CpuCopier
-from vllm_plugin.worker.layout import Layout, make_layout
+from vllm_plugin.worker.copy import CpuCopier, Layout, make_layout
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.processes import wait_for
-from vllm_plugin.worker.layout import make_layout
+from vllm_plugin.worker.copy import make_layout
 
 pytestmark = pytest.mark.gpu
 

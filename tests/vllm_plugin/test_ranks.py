@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.support.effort import effort
 from tests.support.values import group_spec
 from vllm_plugin.model.groups import rank_shards
-from vllm_plugin.worker.copy import CpuCopier
-from vllm_plugin.worker.layout import Layout, make_layout
+from vllm_plugin.worker.copy import CpuCopier, Layout, make_layout
 
 NUM_BLOCKS = 6
 Bytes = npt.NDArray[np.uint8]

@@ -283,7 +283,7 @@ class Found:
         return (stop <= start) | ((last < self._length) & (runs >= stop - start))
 
     def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of the names of all `length` blocks whose blocks are not there."""
+        """The names of blocks that are not there; `names` are those of all `length` blocks."""
         if not self._complete & (self._complete + 1):  # A prefix, or nothing, or everything.
             return names[self.leading - self.first :]
         return list(itertools.compress(names, self._runs == 0))

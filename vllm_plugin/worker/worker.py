@@ -22,8 +22,7 @@ from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.model.groups import group_spec, make_groups, rank_shards, scheduler_knows
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.session import Session
-from vllm_plugin.worker.copy import make_copier
-from vllm_plugin.worker.layout import make_layout
+from vllm_plugin.worker.copy import make_copier, make_layout
 from vllm_plugin.worker.loaded_weights import LoadedWeights
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from vllm_plugin.worker.layout import Layout, make_layout
+from vllm_plugin.worker.copy import Layout, make_layout
 
 L, B, H, N, C = 3, 5, 4, 8, 6
 NAMES = tuple(f"layers.{idx}" for idx in range(L))

@@ -27,8 +27,7 @@ from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import RankShards
 from vllm_plugin.session import Session
 from vllm_plugin.worker import transfer
-from vllm_plugin.worker.copy import BlockIds, Copier, make_copier
-from vllm_plugin.worker.layout import make_layout
+from vllm_plugin.worker.copy import BlockIds, Copier, make_copier, make_layout
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 LAYERS, BLOCKS, HEADS, TOKENS, COLUMNS = ("a", "b"), 16, 4, 8, 16

@@ -19,10 +19,9 @@ import torch
 
 from kvpool.transport.base import Buffers
 from kvpool.transport.chunk_sums import Checksums
-from vllm_plugin.worker.copy import BlockIds, Copier, driver, xxh3
+from vllm_plugin.worker.copy import BlockIds, Copier, Layout, driver, xxh3
 from vllm_plugin.worker.copy.driver import CudaHost, PinnedMemory, StridedRun
 from vllm_plugin.worker.copy.paged import PagedBlocks
-from vllm_plugin.worker.layout import Layout
 
 STAGING_BYTES = 32 << 20
 """Of one staging buffer."""

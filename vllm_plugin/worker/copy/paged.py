@@ -14,7 +14,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from vllm_plugin.worker.layout import Layout, Part
+from vllm_plugin.worker.copy import Layout, Part
 
 _TILE_WORDS = 2048
 _NUM_WARPS = 4
