@@ -65,7 +65,7 @@ _NO_KV: Mapping[str, tuple[str, ...]] = {
 }
 """Patterns of files that change no KV, by reason. Hidden files and Meta's own format (`original/`) do not, either."""
 _SAFETENSORS_FIRST = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral")
-_OTHER_FORMATS = ("pt", "npcache", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "dummy")
+_OTHER_FORMATS = ("pt", "npcache", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HOW_ONLY = (
     "enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit", "num_readers",
@@ -102,7 +102,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
     if load_format == "tensorizer":
         files = _tensorized(loader_options)
         settings["load_format"] = load_format
-    elif load_format in (*_SAFETENSORS_FIRST, *_OTHER_FORMATS) and load_format != "dummy" and name == model.model:
+    elif load_format in (*_SAFETENSORS_FIRST, *_OTHER_FORMATS) and name == model.model:
         files = _weight_files(place, load_format)
         if len(set(map(_kind, files))) > 1 or load_format in _OTHER_FORMATS:
             settings["load_format"] = load_format  # It chooses among these files, or how they are read.
