@@ -24,11 +24,11 @@ import typer
 
 from benchmarks.harness.measuring import Row, at_most, ms, percentile, progress, report, server_process, timed
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
-from kvpool.client.block_io import Checksums
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.base import Buffers
+from kvpool.transport.chunk_sums import Checksums
 
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB

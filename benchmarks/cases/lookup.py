@@ -30,8 +30,8 @@ from benchmarks.harness.measuring import (
 )
 from benchmarks.peers.mooncake_store import Store, mooncake_store
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
-from kvpool.client.block_io import Checksums
 from kvpool.transport.base import Buffers
+from kvpool.transport.chunk_sums import Checksums
 from kvpool_server.cache.allocator.arena import MIN_SLOT_BYTES
 
 REACH_MS = {64: 0.35, 512: 0.6, 8192: 3.0, 65_536: 20.0}

@@ -38,8 +38,8 @@ from benchmarks.harness.measuring import (
 from benchmarks.harness.traffic import Bytes, Traffic, pair
 from benchmarks.peers.bare_threads import bare_threads
 from kvpool import checksum
-from kvpool.client.block_io import Checksums
 from kvpool.transport.base import Buffers
+from kvpool.transport.chunk_sums import Checksums
 from kvpool.transport.helpers import Helpers, movers_of
 from kvpool.transport.shm import ShmTransport
 from kvpool_server.data_plane.workers import default_count

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvpool import checksum
-from kvpool.client.block_io import Checksums
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.chunk_sums import Checksums
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, run_of
