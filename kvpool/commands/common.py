@@ -5,10 +5,11 @@ Commands call `common.client_of`, by this module, so that a test can give all of
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import json
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +42,7 @@ class ExitStatus(IntEnum):
     """The command line is wrong."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Trust:
     """The options of all commands: how a client and its server know each other."""
 
@@ -60,14 +61,28 @@ def client_of(endpoint: str) -> Client:
 
 def config_of(endpoint: str, transport: str = "auto", **fields: int) -> ClientConfig:
     """The configuration of `client_of`; `fields` are others of a `ClientConfig`."""
-    config = ClientConfig(endpoint, transport, TIMEOUT_MS)
     trust = TRUST.get()
     try:
-        files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
+        tls = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
     except ConfigError as error:
         raise ConfigError(f"--tls {error}") from None
     own: dict[str, Any] = {"token_file": trust.token_file, "insecure_network": trust.insecure_network, **fields}
-    return dataclasses.replace(config, tls=files, **own)
+    return ClientConfig(endpoint, transport, TIMEOUT_MS, tls=tls, **own)
+
+
+def within(least: float, most: float | None = None, instead: str = "") -> Callable[[float | None], float | None]:
+    """A callback of `typer.Option` that refuses what is out of bounds, and names `instead`, such as "or --end".
+
+    Typer's own `min` and `max` do not say which value was given.
+    """
+
+    def check(value: float | None) -> float | None:
+        if value is None or (least <= value and (most is None or value <= most)):
+            return value
+        bounds = f"{least:,} or more" if most is None else f"{least:,} to {most:,}"
+        raise typer.BadParameter(f"{value} is out of bounds; give {bounds}{instead and f', {instead}'}")
+
+    return check
 
 
 def print_json(value: Any) -> None:

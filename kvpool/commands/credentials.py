@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.commands.common import AsJson, end_text, minute_text, print_json
-from kvpool.commands.option_bounds import within
+from kvpool.commands.common import AsJson, end_text, minute_text, print_json, within
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.text import printable
 from kvpool.security.certificates import (

@@ -10,8 +10,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.option_bounds import within
+from kvpool.commands.common import AsJson, Endpoint, within
 from kvpool.protocol.errors import PoolTimeoutError, UnavailableError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.types import MAX_DRAIN_MS

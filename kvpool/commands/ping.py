@@ -10,8 +10,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT, TRANSPORTS
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, find_namespaces
-from kvpool.commands.option_bounds import within
+from kvpool.commands.common import AsJson, Endpoint, find_namespaces, within
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.text import duration_text

@@ -22,8 +22,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import SLOW_TIMEOUT_MS, AsJson, Endpoint, find_namespaces
-from kvpool.commands.option_bounds import within
+from kvpool.commands.common import SLOW_TIMEOUT_MS, AsJson, Endpoint, find_namespaces, within
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.hashing import ALGORITHM, DEFAULT_SEED, block_hashes
 from kvpool.protocol.namespace import DIGEST_CHARS, NamespaceSpec

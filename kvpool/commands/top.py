@@ -21,8 +21,7 @@ from rich.live import Live
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import Endpoint
-from kvpool.commands.option_bounds import within
+from kvpool.commands.common import Endpoint, within
 from kvpool.commands.top_frame import Interval, View, frame
 from kvpool.doctor.judgements import RECENT_S, Window, window_of
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, UnavailableError

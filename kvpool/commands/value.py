@@ -10,8 +10,7 @@ from rich.table import Table
 
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.option_bounds import within
+from kvpool.commands.common import AsJson, Endpoint, within
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.text import duration_text

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpool.commands.option_bounds import within
+from kvpool.commands.common import within
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.quotas import size_text
 from kvpool_server.tiers.file import journal
