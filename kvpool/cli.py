@@ -14,16 +14,13 @@ from typer.main import get_command
 from kvpool.commands.common import TRUST, ExitStatus, Trust
 from kvpool.commands.credentials import certs, name_key, token
 from kvpool.commands.doctor import doctor
-from kvpool.commands.drain import drain
-from kvpool.commands.events import events
 from kvpool.commands.explain import explain
-from kvpool.commands.ledger import ledger
 from kvpool.commands.namespaces import clear, namespaces, quota
-from kvpool.commands.ping import ping, whoami
 from kvpool.commands.prompts import expire, pin, prefetch
+from kvpool.commands.savings import ledger, value
+from kvpool.commands.server import drain, events, ping, whoami
 from kvpool.commands.stats import stats
 from kvpool.commands.top import top
-from kvpool.commands.value import value
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
 from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.version import __version__

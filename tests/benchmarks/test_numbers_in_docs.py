@@ -69,7 +69,7 @@ SETTINGS = {
     "Engines report every 10 s": "vllm_plugin.scheduler.telemetry: REPORT_EVERY_S",
     "within 1 % of one core": "kvpool_server.value.feed: CPU_SHARE",
     "takes 6 to 10 minutes on two cores": ELSEWHERE,
-    "still answers 10 s after the deadline": "kvpool.commands.drain: LATE_S",
+    "still answers 10 s after the deadline": "kvpool.commands.server: LATE_S",
     "`drain_ms` and 5 s together": "kvpool_server.app.composition: HANDOVER_S",
     "for `drain_ms` and 5 s more": "kvpool_server.app.composition: HANDOVER_S",
     "more than `drain_ms` and 5 s": "kvpool_server.app.composition: HANDOVER_S",

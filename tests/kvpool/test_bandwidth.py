@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.commands.ping import text_of
+from kvpool.commands.server import measurement_text
 from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.protocol.types import BlockRun
@@ -236,7 +236,7 @@ def test_what_was_found_is_said_in_80_columns(
 ) -> None:
     found = measurement(rate, **fields)
     hit = hit_cost(found, namespace_of(group_spec(chunk_bytes=chunk_bytes)), 1, prefill)
-    lines = text_of(found | {"hit": hit}).splitlines()
+    lines = measurement_text(found | {"hit": hit}).splitlines()
     assert max(map(len, lines)) <= 80
     assert not any(re.search(r"e\+\d+ m?s", line) for line in lines)
     assert any("free" in line for line in lines) == (found["limited_by"] == "room")

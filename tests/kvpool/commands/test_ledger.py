@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.commands.ledger import ledger_table, moment
+from kvpool.commands.savings import ledger_table, moment
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.reports import Cause, ReportRequest

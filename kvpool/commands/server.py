@@ -1,8 +1,12 @@
-"""`kvpool ping` and `whoami`: whether a server answers, by which transport, how fast, and as whom it knows us."""
+"""Commands at one server: `kvpool ping` (does it answer, and how fast), `whoami`, `drain` and `events`."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
+import json
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,16 +15,24 @@ from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT, TRANSPORTS
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, find_namespaces, within
-from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.errors import InvalidRequestError, PoolTimeoutError, UnavailableError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.text import duration_text
+from kvpool.protocol.types import MAX_DRAIN_MS
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.bandwidth import HIT_TOKENS, TIMEOUTS, hit_bytes, hit_cost, measure, shards_of_rank, usual_block
 from kvpool.report.output import seconds_text
 from kvpool.report.quotas import size_text
 from kvpool.security.principal import Role
+from kvpool.v1 import pool_pb2 as pb
 
 ROUND_MIB = 256
+ASK_EVERY_S = 0.2
+"""How often `drain --wait` asks how far the drain is."""
+LATE_S = 10.0
+"""How long after the deadline of the drain --wait goes on: the server closes its tiers then."""
+QUIET_S = 5.0
+"""After this long without a message `kvpool events` asks for messages that may have been lost."""
 
 
 def ping(
@@ -93,7 +105,7 @@ def ping(
             used = client.attachment.choice or choice
             found |= {"route": used.route, "why": used.why}
             if not as_json:
-                typer.echo(text_of(found))
+                typer.echo(measurement_text(found))
     if as_json:
         common.print_json(found)
 
@@ -111,7 +123,7 @@ def _measured(
     return measured | {"hit": hit_cost(measured, info, tp_size, prefill)}
 
 
-def text_of(found: dict[str, Any]) -> str:
+def measurement_text(found: dict[str, Any]) -> str:
     """A measurement, as `measure` returns it, as lines of at most 80 characters."""
     region, put, get, free = (
         size_text(found[name]) for name in ("region_bytes", "put_round_bytes", "get_round_bytes", "free_bytes")
@@ -158,3 +170,112 @@ def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> No
     if found.ends_at:
         typer.echo(f"    {common.end_text(dt.datetime.fromtimestamp(found.ends_at, dt.UTC))}")
     typer.echo(f"    may call {', '.join(found.methods)}")
+
+
+def drain(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            callback=within(0.001, MAX_DRAIN_MS / 1000),
+            help="Seconds until the server stops, whatever is unfinished then. Default: the server's drain_ms. Of "
+            "several drains the earliest deadline counts.",
+        ),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when the server answers no more; for preStop hooks.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take the server out of service: no new lookups and puts, finish, write what tiers lack, stop.
+
+    Ends with 1 if the server has not stopped 10 seconds after the deadline (--wait).
+    """
+    started = time.monotonic()
+    with common.client_of(endpoint) as client:
+        progress = client.admin.drain(0 if deadline is None else max(1, round(deadline * 1000)))
+        if wait:
+            progress = _wait_for_end(client, progress)
+    seconds = time.monotonic() - started
+    if as_json:
+        common.print_json(fields_of(progress) | {"endpoint": endpoint, "stopped": wait, "seconds": round(seconds, 3)})
+    elif wait:
+        typer.echo(f"kvpool-server at {endpoint} has drained and stopped within {seconds:.1f} s")
+        if progress.num_leases or progress.num_tickets or progress.num_queued_blocks:
+            typer.echo(f"when it was last asked, there were {_progress_text(progress)}")
+    else:
+        typer.echo(
+            f"kvpool-server at {endpoint} drains: {_progress_text(progress)}; it stops within "
+            f"{progress.remaining_ms / 1000:.1f} s"
+        )
+
+
+def _wait_for_end(client: Client, progress: pb.DrainResponse) -> pb.DrainResponse:
+    """Asks until the server answers no more; returns what it said last. Raises PoolTimeoutError if it goes on."""
+    ends_at = time.monotonic() + progress.remaining_ms / 1000 + LATE_S
+    while time.monotonic() < ends_at:
+        time.sleep(ASK_EVERY_S)
+        try:
+            progress = client.admin.drain(boot_token=progress.boot_token)
+        except PoolTimeoutError:
+            continue  # It is busy, or on its way out.
+        except UnavailableError:
+            return progress
+    raise PoolTimeoutError(
+        f"kvpool-server at {client.config.endpoint} still answers {LATE_S:.0f} s after the deadline of its drain, with "
+        f"{_progress_text(progress)}; see its log, and stop it with SIGTERM"
+    )
+
+
+def _progress_text(progress: pb.DrainResponse) -> str:
+    return (
+        f"{progress.num_leases} leases and {progress.num_tickets} tickets of clients, and "
+        f"{progress.num_queued_blocks} blocks to be written to tiers"
+    )
+
+
+def events(
+    endpoint: Annotated[str, typer.Argument(help="The server's --kv-events, for example tcp://127.0.0.1:5557.")],
+    replay: Annotated[
+        str, typer.Option(help="The server's --kv-events-replay: begin with a snapshot, and recover lost messages.")
+    ] = "",
+    key: Annotated[
+        Path | None, typer.Option(help="This subscriber's NAME.key_secret, if the server has --kv-events-key.")
+    ] = None,
+    server_key: Annotated[Path | None, typer.Option(help="With --key: the server's public NAME.key.")] = None,
+    seconds: Annotated[float, typer.Option(help="Stop after this many seconds; 0: never.")] = 0.0,
+) -> None:
+    """Print the KV events that a server publishes: one message per line, as JSON."""
+    from kvpool.client.events import Subscriber
+    from kvpool.security.curve import SubscriberKeys
+
+    if (key is None) != (server_key is None):
+        raise InvalidRequestError("--key and --server-key belong together; give both, or neither")
+    keys = None if key is None or server_key is None else SubscriberKeys.read(key, server_key)
+    ends_at = time.monotonic() + seconds if seconds else float("inf")
+    missed, heard, waiting = 0, False, False
+    with Subscriber(endpoint, replay, keys=keys) as subscriber:
+        typer.echo(f"kvpool: following {endpoint}; a server publishes only when blocks change", err=True)
+        while (remaining_s := ends_at - time.monotonic()) > 0:
+            try:
+                messages = subscriber.receive(timeout_ms=int(1_000 * min(remaining_s, QUIET_S)))
+            except PoolTimeoutError as error:
+                if not heard:
+                    raise
+                if not waiting:
+                    typer.echo(f"kvpool: {error}; the server may have stopped; still waiting", err=True)
+                waiting = True
+                continue
+            heard, waiting = True, False
+            for message in messages:
+                shown = dataclasses.asdict(message)
+                del shown["nbytes"]
+                typer.echo(json.dumps(shown, default=_as_text))
+            if subscriber.missed > missed:
+                typer.echo(f"kvpool: missed {subscriber.missed - missed} messages; --replay recovers them", err=True)
+                missed = subscriber.missed
+
+
+def _as_text(value: object) -> str:
+    """What JSON has no form for: hashes in hexadecimal."""
+    return value.hex() if isinstance(value, bytes) else repr(value)

@@ -1,4 +1,4 @@
-"""`kvpool ledger`: what the pool has saved, held and moved, by tenant, model or hour."""
+"""`kvpool ledger` and `value`: what the pool has saved, held and moved, and what more memory would save."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from rich.table import Column, Table
 
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, minute_text
-from kvpool.protocol.errors import InvalidRequestError
+from kvpool.commands.common import AsJson, Endpoint, minute_text, within
+from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.reports import SUMS, Cause, added_up
+from kvpool.protocol.text import duration_text
 from kvpool.report.output import console, count_text, say, share_text
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
-GIB = 1 << 30
+GIB, DAY_S = 1 << 30, 86_400
 MAX_NAME_CHARS = 16
 """Longer names are folded where the table is wider than the terminal."""
 UNKNOWN = "-"
@@ -191,14 +192,13 @@ def ledger_table(
     Columns are left out that are 0 in each row, that engines tell where none has reported, and that do not fit.
     """
     numbers = [each for each in _NUMBERS if any(map(each.value, rows))]
-    hidden = []
+    hidden: list[str] = []
+    wide = console.options.update(width=10_000)
     table = _drawn(rows, fields, title, numbers, None)
-    if not _fits(table, console):
-        table = _drawn(rows, fields, title, numbers, MAX_NAME_CHARS)
-    while not _fits(table, console) and len(numbers) > 1:
-        last = max(numbers, key=lambda each: each.rank)
-        numbers.remove(last)
-        hidden.append(last.name)
+    while console.measure(table, options=wide).maximum > console.width and len(numbers) > 1:
+        if table.columns[0].max_width is not None:
+            numbers.remove(last := max(numbers, key=lambda each: each.rank))
+            hidden.append(last.name)
         table = _drawn(rows, fields, title, numbers, MAX_NAME_CHARS)
     sentences = [" ".join(f"{each.name}: {each.gloss}." for each in numbers)] if numbers else []
     has_reports = [_has_report(row) for row in rows]
@@ -210,11 +210,6 @@ def ledger_table(
     if hidden:
         sentences.append(f"Too wide for the terminal: {', '.join(hidden)}. --csv has all columns.")
     return table, sentences
-
-
-def _fits(table: Table, console: Console) -> bool:
-    wide = console.options.update(width=10_000)
-    return console.measure(table, options=wide).maximum <= console.width
 
 
 def _drawn(
@@ -235,3 +230,75 @@ def _drawn(
 
 def _has_report(row: pb.LedgerRow) -> bool:
     return bool(row.num_requests or _prompt_tokens(row) or row.saved_gpu_seconds or row.lost_gpu_seconds)
+
+
+def value(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only this tenant's curve. Default: all tenants together, then each.")
+    ] = None,
+    prefill: Annotated[
+        float | None,
+        typer.Option(
+            callback=within(1), help="Tokens that one GPU prefills a second; says how many GPU-seconds hits save."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what smaller and larger arenas would hit, as the server estimates it from its own traffic."""
+    with common.client_of(endpoint) as client:
+        report = client.admin.value()
+    if not report.enabled:
+        raise KVPoolError(f"the server at {endpoint} estimates no hit ratios; start it with --value-sample 8192")
+    curves = [curve for curve in report.curves if tenant is None or (curve.tenant == tenant and not curve.is_total)]
+    if tenant is not None and not curves:
+        raise InvalidRequestError(f"the server has no curve of tenant {tenant!r}; without --tenant all are shown")
+    rows = [_value_row(curve, report, prefill) for curve in curves]
+    if as_json:
+        common.print_json(fields_of(report) | {"curves": rows})
+        return
+    if len(rows) == 2 and tenant is None:
+        rows = rows[:1]  # One tenant's curve is that of all.
+    shown = [row for row in rows if row["estimates"]]
+    if not shown:
+        typer.echo(f"no lookups yet at {endpoint}: nothing to estimate")
+    for row in shown:
+        console().print(_value_table(row, has_tiers=report.has_tiers))
+        say(f"{count_text(row['lookup_tokens'])} tokens looked up in about {duration_text(report.seconds)}.")
+        hits = f"{row['hit_ratio']:.1%}"
+        say(f"The pool, with the policy {report.policy}, hit {hits} of them. The estimates are of LRU.")
+    if shown and report.left_out:
+        say(f"{report.left_out:,} lookups and puts came too fast and were left out")
+
+
+def _value_row(curve: pb.ValueCurve, report: pb.ValueResponse, prefill: float | None) -> dict[str, Any]:
+    """A curve as JSON; its `hit_ratio` is the pool's own: with tiers, blocks that came up from one are hits."""
+    row = fields_of(curve) | {"hit_ratio": curve.hit_tokens / curve.lookup_tokens if curve.lookup_tokens else 0.0}
+    tokens_a_day = curve.lookup_tokens / max(report.seconds, 1.0) * DAY_S
+    for each in row["estimates"]:
+        saved = each["hit_ratio_with_tiers"] * tokens_a_day
+        each["arena_bytes"] = int(each["size"] * report.arena_bytes)
+        each["saved_tokens_per_day"] = saved
+        each["saved_gpu_seconds_per_day"] = None if prefill is None else saved / prefill
+    return row
+
+
+def _value_table(row: dict[str, Any], *, has_tiers: bool) -> Table:
+    of_both = " with tiers" if has_tiers else ""
+    table = Table(title=escape("all tenants" if row["is_total"] else f"tenant {row['tenant'] or '(none)'}"))
+    for each in row["estimates"]:
+        cells = {
+            "memory": size_text(each["arena_bytes"]),
+            "size": f"{each['size']:g}x",
+            "hits": f"{each['hit_ratio']:.1%}",
+        }
+        if has_tiers:
+            cells["hits with tiers"] = f"{each['hit_ratio_with_tiers']:.1%}"
+        cells[f"tokens a day{of_both}"] = count_text(each["saved_tokens_per_day"])
+        if (seconds := each["saved_gpu_seconds_per_day"]) is not None:
+            cells[f"GPU-s a day{of_both}"] = count_text(seconds)
+        if not table.columns:
+            for name in cells:
+                table.add_column(name, justify="right")
+        table.add_row(*cells.values(), style="bold" if each["size"] == 1 else None)
+    return table
