@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.top_frame import heading, lookup_latency, loop_lag, moved_bytes
+from kvpool.commands.top import heading, lookup_latency, loop_lag, moved_bytes
 from kvpool.doctor.judgements import judge_twice, tokens
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.reports import quantile
@@ -45,9 +45,9 @@ def stats(
     print_findings(notes(found))
     for line in _summary(snapshot):
         typer.echo(line)
-    # What the snapshot has beside numbers has been printed.
-    others = ("tiers", "server", "engines", "quotas")
-    numbers = {name: each for name, each in _metrics(fields_of(snapshot)).items() if name not in others}
+    numbers = _metrics(fields_of(snapshot))
+    for name in ("tiers", "server", "engines", "quotas"):
+        del numbers[name]
     _print_metrics("pool", numbers, show_all=show_all)
     _print_rpcs(snapshot.server)
     for tier in snapshot.tiers:

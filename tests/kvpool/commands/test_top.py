@@ -14,8 +14,7 @@ from pathlib import Path
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.commands.top import Watch
-from kvpool.commands.top_frame import Interval
+from kvpool.commands.top import Interval, Watch
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, clean_environment, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvpool.commands.top_frame import MAX_ROWS, Interval, View, frame
+from kvpool.commands.top import MAX_ROWS, Interval, View, frame
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 
