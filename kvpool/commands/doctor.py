@@ -13,14 +13,12 @@ import typer
 
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT, ClientConfig
-from kvpool.commands import common
+from kvpool.commands import common, doctor_checks
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
-from kvpool.doctor import host, reachability
-from kvpool.doctor.judgements import judge_twice
-from kvpool.doctor.namespaces import namespaces
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
 from kvpool.report.bandwidth import TIMEOUTS
 from kvpool.report.finding import Finding, Level, error, info, warning
+from kvpool.report.judgements import judge_twice
 from kvpool.report.output import print_findings
 from kvpool.transport.unix_socket import socket_path
 
@@ -51,9 +49,8 @@ def doctor(
     if http is not None and not http.rpartition(":")[2].isdigit():
         raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
     findings = _of_server(endpoint, common.config_of(endpoint), http, bandwidth=bandwidth)
-    findings += examine(
-        {"memory of the host": host.memory, "huge pages": host.huge_pages, "open files": host.open_files}
-    )
+    of_host = {"memory of the host": doctor_checks.memory, "huge pages": doctor_checks.huge_pages}
+    findings += examine({**of_host, "open files": doctor_checks.open_files})
     counts = Counter(finding.level for finding in findings)
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in findings]
@@ -71,45 +68,47 @@ def doctor(
 def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwidth: bool) -> list[Finding]:
     """The findings about a server; one of them says why if the server cannot be reached."""
     checks: dict[str, Check] = {
-        "certificates": lambda: reachability.own_certificates(config),
-        "callers": lambda: reachability.callers(config),
+        "certificates": lambda: doctor_checks.own_certificates(config),
+        "callers": lambda: doctor_checks.callers(config),
     }
     with common.client_of(endpoint) as client:
         try:
-            found = reachability.grpc_port(client)
+            found = doctor_checks.grpc_port(client)
         except KVPoolError as away:
             text, _, fix = str(away).partition("; ")
-            checks |= {"memlock": host.memlock, "NUMA": lambda: host.numa(None)}
+            checks |= {"memlock": doctor_checks.memlock, "NUMA": lambda: doctor_checks.numa(None)}
             return [error("gRPC", text, fix or "see the message"), *examine(checks)]
         checks |= {
-            "transport": lambda: reachability.transports(client),
+            "transport": lambda: doctor_checks.transports(client),
             "HTTP": lambda: _of_http(client, http, config),
             "pool": lambda: _of_stats(client),
-            "namespaces": lambda: namespaces(client.admin.namespaces(holdings=False), client.admin.stats().arena_bytes),
-            "NUMA": lambda: host.numa(client),
-            "memlock": lambda: host.memlock(uses_rdma=client.rpc.ping().mooncake.protocol == "rdma"),
+            "namespaces": lambda: doctor_checks.namespaces(
+                client.admin.namespaces(holdings=False), client.admin.stats().arena_bytes
+            ),
+            "NUMA": lambda: doctor_checks.numa(client),
+            "memlock": lambda: doctor_checks.memlock(uses_rdma=client.rpc.ping().mooncake.protocol == "rdma"),
         }
         found += examine(checks)
     if bandwidth:
         with Client(common.config_of(endpoint, "auto", **TIMEOUTS)) as client:
-            found += examine({"bandwidth": lambda: reachability.bandwidth(client)}, BANDWIDTH_DEADLINE_S)
+            found += examine({"bandwidth": lambda: doctor_checks.bandwidth(client)}, BANDWIDTH_DEADLINE_S)
     return found
 
 
 def _of_http(client: Client, http: str | None, config: ClientConfig) -> list[Finding]:
     if http is not None:
-        return reachability.http_port(http, config, was_given=True)
+        return doctor_checks.http_port(http, config, was_given=True)
     server = client.admin.stats().server
     if not server.http_port:
         fix = "start it with --http-listen for /metrics, /healthz and the dashboard"
         return [info("HTTP", "the server tells no HTTP port: its HTTP is off", fix)]
     host_name = "127.0.0.1" if socket_path(config.endpoint) else config.endpoint.rpartition(":")[0]
-    return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
+    return doctor_checks.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
 
 
 def _of_stats(client: Client) -> list[Finding]:
     stats, found = judge_twice(client.admin.stats)
-    return [*found, *reachability.clock(stats.server.unix_seconds)]
+    return [*found, *doctor_checks.clock(stats.server.unix_seconds)]
 
 
 def examine(checks: Mapping[str, Check], deadline_s: float = DEADLINE_S) -> list[Finding]:

@@ -30,7 +30,8 @@ from kvpool.report.output import console, count_text, say, share_text
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
-GIB, DAY_S = 1 << 30, 86_400
+GIB = 1 << 30
+DAY_S = 86_400
 MAX_NAME_CHARS = 16
 """Longer names are folded where the table is wider than the terminal."""
 UNKNOWN = "-"

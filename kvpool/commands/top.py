@@ -28,19 +28,20 @@ from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import Endpoint, within
-from kvpool.doctor.judgements import RECENT_S, Window, judgements, tokens, window_of
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, UnavailableError
 from kvpool.protocol.reports import rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
+from kvpool.report.judgements import RECENT_S, Window, judgements, tokens, window_of
 from kvpool.report.output import MARKS, bar, console, count_text, rate_text, seconds_text, share_text
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
 _T = TypeVar("_T")
 BAR_CHARS = 30
-MAX_PROBLEMS, MAX_ROWS = 4, 12
-"""Most problems of a frame, and most rows of each table."""
+MAX_PROBLEMS = 4
+MAX_ROWS = 12
+"""Most rows of each table."""
 LABEL_CHARS = 11
 _STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.INFO: "", Level.OK: ""}
 EARLIER_EVERY_S = 10.0

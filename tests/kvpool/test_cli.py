@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.client import Namespace
-from kvpool.doctor import judgements
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.report import judgements
 from kvpool.report.quotas import size_text
 from kvpool.version import __version__
 from tests.conftest import Connect, StartServer

@@ -31,13 +31,13 @@ from kvpool.client.lookup_stream import StreamedError
 from kvpool.commands.explain import PromptReport
 from kvpool.commands.namespaces import text_of
 from kvpool.commands.stats import row_of
-from kvpool.doctor.judgements import judgements
 from kvpool.protocol import replies, wire
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError, OutOfSpaceError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.replies import MAX_ARENA_BYTES, LookupQuestion
 from kvpool.protocol.types import PERMIT_BYTES, BlockRun, Chunk, PoolKey, PutStatus, ShardRange
+from kvpool.report.judgements import judgements
 from kvpool.transport.base import Local, Transfer
 from kvpool.transport.shm import ShmTransport
 from kvpool.v1 import pool_pb2 as pb

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.doctor.namespaces import MAX_COMPARED, MAX_FINDINGS, block_sizes, namespaces, separate
+from kvpool.commands.doctor_checks import MAX_COMPARED, MAX_FINDINGS, block_sizes, namespaces, separate
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, NamespaceSpec
 from kvpool.protocol.wire import encode_spec
 from kvpool.report.finding import Level

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.doctor.judgements import RECENT_S, Window, judge_twice, judgements, window_of
 from kvpool.report.finding import Finding, Level, notes, problems
+from kvpool.report.judgements import RECENT_S, Window, judge_twice, judgements, window_of
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 
@@ -97,7 +97,7 @@ def test_what_a_tier_dropped_long_ago_is_a_note() -> None:
 
 
 def test_a_server_that_did_not_start_lately_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.doctor.judgements.LOOK_S", 0.0)
+    monkeypatch.setattr("kvpool.report.judgements.LOOK_S", 0.0)
     well, expired, more = (
         replaced(_with(**counters), server=OLD) for counters in ({}, {"expired_leases": 1}, {"expired_leases": 3})
     )

@@ -14,7 +14,7 @@ import pytest
 from kvpool.client import transport_choice
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.doctor import reachability
+from kvpool.commands import doctor_checks
 from kvpool.protocol.errors import TransferError
 from kvpool.report.finding import Finding, Level
 from kvpool.security.certificates import Authority
@@ -56,8 +56,8 @@ def liar(**ping: object) -> Client:
 def test_a_server_in_order_has_no_problem(pool_server: StartServer, connect: Callable[..., Client]) -> None:
     server = pool_server()
     client = connect(server)
-    found = [*reachability.grpc_port(client), *reachability.transports(client)]
-    found += reachability.http_port(server.http_url.removeprefix("http://"), ClientConfig(), was_given=True)
+    found = [*doctor_checks.grpc_port(client), *doctor_checks.transports(client)]
+    found += doctor_checks.http_port(server.http_url.removeprefix("http://"), ClientConfig(), was_given=True)
     assert {each.level for each in found} == {Level.OK}, found
     assert [each.check for each in found] == ["gRPC", "versions", "transport", "network", "HTTP"]
     assert "by shm" in found[2].text and "by tcp" in found[3].text
@@ -67,18 +67,18 @@ def test_a_server_without_a_data_port_or_over_a_unix_socket(
     pool_server: StartServer, connect: Callable[..., Client], tmp_path: Path
 ) -> None:
     server = pool_server("--data-listen", "", "--unix-listen", str(tmp_path / "s"))
-    here, network = reachability.transports(connect(server))
+    here, network = doctor_checks.transports(connect(server))
     assert (here.level, network.level) == (Level.OK, Level.WARNING)
     assert "no tcp: the server has no data port" in network.text and "see --data-listen" in network.fix
     with Client(ClientConfig(f"unix:{tmp_path / 's'}", timeout_ms=10_000)) as client:
-        found = only(reachability.transports(client))
+        found = only(doctor_checks.transports(client))
     assert (found.check, found.level) == ("transport", Level.OK), "a Unix socket has no network"
 
 
 def test_other_releases_on_both_sides_are_named() -> None:
-    _, versions = reachability.grpc_port(liar(version="9.9", protocol=PROTOCOL + 1))
+    _, versions = doctor_checks.grpc_port(liar(version="9.9", protocol=PROTOCOL + 1))
     assert versions.level is Level.OK and versions.text.endswith("they work together")
-    _, versions = reachability.grpc_port(liar(version="9.9", protocol=PROTOCOL + 2))
+    _, versions = doctor_checks.grpc_port(liar(version="9.9", protocol=PROTOCOL + 2))
     assert versions.level is Level.ERROR and versions.fix.startswith("upgrade the older one")
     theirs, ours = f"9.9 (protocol {PROTOCOL + 2})", f"{__version__} (protocol {PROTOCOL})"
     assert versions.text == f"the server is kvpool {theirs}, and this is kvpool {ours}, which do not work together"
@@ -91,7 +91,7 @@ def test_memory_that_this_process_does_not_get_is_named(
         raise TransferError("no shared memory: another user")
 
     monkeypatch.setattr(transport_choice, "receive_memory", refuse)
-    found = only(reachability.transports(connect(pool_server())))
+    found = only(doctor_checks.transports(connect(pool_server())))
     assert found.level is Level.WARNING and "no shm: no shared memory: another user" in found.text
     assert "--unix-listen" in found.fix
 
@@ -108,25 +108,25 @@ def test_a_server_that_drains_is_an_error() -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        found = only(reachability.http_port(address, ClientConfig(), was_given=True))
+        found = only(doctor_checks.http_port(address, ClientConfig(), was_given=True))
         answering.join(10)
     assert found.level is Level.ERROR and "says 503: 'drain[2Jing" in found.text and len(found.text) < 2_000
 
 
 def test_an_http_port_that_cannot_be_reached_is_an_error_only_if_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     address = free_endpoint()
-    assert only(reachability.http_port(address, ClientConfig(), was_given=True)).level is Level.ERROR
-    assert only(reachability.http_port(address, ClientConfig(), was_given=False)).level is Level.WARNING
-    monkeypatch.setattr(reachability, "CONNECT_S", 0.2)
+    assert only(doctor_checks.http_port(address, ClientConfig(), was_given=True)).level is Level.ERROR
+    assert only(doctor_checks.http_port(address, ClientConfig(), was_given=False)).level is Level.WARNING
+    monkeypatch.setattr(doctor_checks, "CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, began = f"127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
-        assert only(reachability.http_port(address, ClientConfig(), was_given=True)).level is Level.ERROR
+        assert only(doctor_checks.http_port(address, ClientConfig(), was_given=True)).level is Level.ERROR
         assert time.monotonic() - began < 20, "a port that says nothing does not hang a check"
 
 
 def test_clocks_that_differ_are_named() -> None:
-    assert only(reachability.clock(time.time())).level is Level.OK
-    found = only(reachability.clock(time.time() - 180))
+    assert only(doctor_checks.clock(time.time())).level is Level.OK
+    found = only(doctor_checks.clock(time.time() - 180))
     assert found.level is Level.WARNING and "differs by 3 min" in found.text
 
 
@@ -141,7 +141,7 @@ def test_the_end_of_the_clients_certificate_is_told(
     Authority.create(pki)
     tls = forge(pki, tmp_path / "forged", [str(OPERATOR)], starts_in=-2 * DAY, ends_in=ends_in)
     config = ClientConfig(free_endpoint(), tls=tls)
-    authority, own = reachability.own_certificates(config)
+    authority, own = doctor_checks.own_certificates(config)
     assert (authority.level, own.level) == (Level.OK, level) and says in own.text
 
 
@@ -164,7 +164,7 @@ def test_old_tls_is_not_spoken(tmp_path: Path) -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         config = ClientConfig(f"127.0.0.1:{listening.getsockname()[1]}", tls=tls)
-        found = only(reachability.http_port(config.endpoint, config, was_given=True))
+        found = only(doctor_checks.http_port(config.endpoint, config, was_given=True))
         answering.join(10)
     assert found.level is Level.ERROR and failures == ["UNSUPPORTED_PROTOCOL"]
 
@@ -180,7 +180,7 @@ def test_old_tls_is_not_spoken(tmp_path: Path) -> None:
 )
 def test_without_tls_the_doctor_says_who_can_call(endpoint: str, level: Level | None, callers: str) -> None:
     config = ClientConfig(endpoint)
-    assert reachability.own_certificates(config) == []
-    found = reachability.callers(config)
+    assert doctor_checks.own_certificates(config) == []
+    found = doctor_checks.callers(config)
     assert [each.level for each in found] == ([] if level is None else [level])
     assert all(f"{callers} can read and write the pool" in only([each]).text for each in found)

@@ -1,1 +1,0 @@
-"""`kvpool doctor`: checks of all that makes a pool slow or useless, one module for each family of checks."""
