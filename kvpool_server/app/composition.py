@@ -39,7 +39,7 @@ from kvpool_server.keeping.adoption import TableFollower, restore
 from kvpool_server.keeping.store import ENDED
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
-from kvpool_server.observability.page.site import Site
+from kvpool_server.observability.site import Site
 from kvpool_server.observability.usage import Pairs, Usage
 from kvpool_server.process.addresses import EVERYWHERE, listening
 from kvpool_server.process.logs import LogEvents

@@ -3,9 +3,6 @@
 Threads serve the requests, and the event loop owns the pool. So the threads ask the loop for the pool's numbers, with a
 deadline: a loop that has stopped is reported, and holds up no scrape.
 
-Whoever reaches the port may connect and say nothing. So each connection has a deadline; when there are too many, the
-oldest of the host with most is closed, and scrapes and probes of other hosts are answered.
-
 With TLS, /metrics and the dashboard's numbers are for authenticated clients that may read them. /healthz answers every
 client: a kubelet has no certificate, and learns one word. So do the dashboard's own files, which tell nothing. Without
 TLS a request's Host header must name this server: else a web page could read the port by its visitors' browsers.
@@ -59,7 +56,7 @@ METHODS = "GET, HEAD"
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer, with its body and the headers beside those of its body."""
+    """An answer; `headers` are those beside the body's."""
 
     status: int
     body: bytes
@@ -88,11 +85,19 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> C
     return called
 
 
-class _BoundedServer(ThreadingHTTPServer):
-    """A thread for each connection, with bounds on the number and the time of connections.
+class OperatorHttp(ThreadingHTTPServer):
+    """Listens and serves once it is made, on the bound `port`. Raises OSError if it cannot listen.
+
+    Whoever reaches the port may connect and say nothing. So each connection, which has a thread, has a deadline; when
+    there are too many, the oldest of the host with most is closed, and scrapes and probes of other hosts are answered.
 
     Args:
+        registry: its collectors may raise TimeoutError, which becomes status 503.
+        health: called by the threads: `SERVING`, or why the server does not serve, which becomes status 503.
         tls: the context of a new connection; None: plaintext.
+        gate: who may read /metrics; None: everybody.
+        pages: further paths; None: there are none.
+        names: that requests in plaintext may give this server, besides those of `is_own_name`.
     """
 
     daemon_threads = True
@@ -100,23 +105,40 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        family: socket.AddressFamily,
-        address: tuple[str, int],
-        handler: type[BaseHTTPRequestHandler],
-        tls: Callable[[], ssl.SSLContext] | None,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        health: Callable[[], str],
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        gate: Gate | None = None,
+        pages: Pages | None = None,
+        names: Collection[str] = (),
     ):
-        self.address_family = family
-        self._tls = tls
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.registry, self.health, self.tls, self.gate, self.names = registry, health, tls, gate, names
+        self.pages: Pages = pages or (lambda path, check: None)
+        self.answering = threading.Lock()
         self._lock = threading.Lock()
         # The oldest first -> its host and its deadline; until its thread ends.
         self._open: dict[socket.socket, tuple[str, float]] = {}
-        super().__init__(address, handler)
+        super().__init__((host, port), _Handler)
+        self.port: int = self.server_address[1]
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(CLOSE_EVERY_S,), name="kvpool-http", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Blocks for up to half a second."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join(timeout=5)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         plain, address = super().get_request()
-        if self._tls is None:
+        if self.tls is None:
             return plain, address
-        return self._tls().wrap_socket(plain, server_side=True, do_handshake_on_connect=False), address
+        return self.tls().wrap_socket(plain, server_side=True, do_handshake_on_connect=False), address
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         if isinstance(request, ssl.SSLSocket):
@@ -183,125 +205,83 @@ class _Head:
         return line
 
 
-class OperatorHttp:
-    """Listens and serves once it is made, on the bound `port`. Raises OSError if it cannot listen.
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
 
-    Args:
-        registry: its collectors may raise TimeoutError, which becomes status 503.
-        health: called by the threads: `SERVING`, or why the server does not serve, which becomes status 503.
-        tls: the context of a new connection; None: plaintext.
-        gate: who may read /metrics; None: everybody.
-        pages: further paths; None: there are none.
-        names: that requests in plaintext may give this server, besides those of `is_own_name`.
-    """
+    timeout = CONNECTION_S
+    server: OperatorHttp
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        registry: CollectorRegistry,
-        health: Callable[[], str],
-        tls: Callable[[], ssl.SSLContext] | None = None,
-        gate: Gate | None = None,
-        pages: Pages | None = None,
-        names: Collection[str] = (),
-    ):
-        answering = threading.Lock()
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast("BufferedReader", _Head(self.rfile))
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = CONNECTION_S
+    def parse_request(self) -> bool:
+        """Whether the request can be served; answers it otherwise."""
+        if not super().parse_request():
+            return False
+        hosts = [] if self.server.tls is not None else self.headers.get_all("Host", [])
+        foreign = [escaped(each, MAX_PATH_CHARS) for each in hosts if not is_own_name(each, self.server.names)]
+        if foreign:
+            ways = "its IP address, host name or NAME.NAMESPACE.svc, or a name that --http-listen has"
+            self._answer(Response(421, f"{foreign[0]} is no name of this server; use {ways}\n".encode()))
+        return not foreign
 
-            def setup(self) -> None:
-                super().setup()
-                self.rfile = cast("BufferedReader", _Head(self.rfile))
+    def do_GET(self) -> None:
+        try:
+            with contextlib.ExitStack() as self._held:
+                response = self._route(self.path.partition("?")[0])
+        except TimeoutError:
+            response = Response(503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n".encode())
+        except UnauthenticatedError as error:
+            response = Response(401, f"{error}\n".encode(), headers={"WWW-Authenticate": "Bearer"})
+        except PermissionDeniedError as error:
+            response = Response(403, f"{error}\n".encode())
+        # Outside the try: a client that reads too slowly is no fault of the loop, and gets no second answer.
+        self._answer(response)
 
-            def parse_request(self) -> bool:
-                """Whether the request can be served; answers it otherwise."""
-                if not super().parse_request():
-                    return False
-                hosts = [] if tls is not None else self.headers.get_all("Host", [])
-                if foreign := [escaped(each, MAX_PATH_CHARS) for each in hosts if not is_own_name(each, names)]:
-                    ways = "its IP address, host name or NAME.NAMESPACE.svc, or a name that --http-listen has"
-                    self._answer(Response(421, f"{foreign[0]} is no name of this server; use {ways}\n".encode()))
-                return not foreign
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
-            def do_GET(self) -> None:
-                try:
-                    with contextlib.ExitStack() as self._held:
-                        response = self._route(self.path.partition("?")[0])
-                except TimeoutError:
-                    response = Response(
-                        503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n".encode()
-                    )
-                except UnauthenticatedError as error:
-                    response = Response(401, f"{error}\n".encode(), headers={"WWW-Authenticate": "Bearer"})
-                except PermissionDeniedError as error:
-                    response = Response(403, f"{error}\n".encode())
-                # Outside the try: a client that reads too slowly is no fault of the loop, and gets no second answer.
-                self._answer(response)
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        """The handler of any other method."""
+        if not name.startswith("do_"):
+            raise AttributeError(name)
+        return lambda: self._answer(Response(405, f"use {METHODS}\n".encode(), headers={"Allow": METHODS}))
 
-            def do_HEAD(self) -> None:
-                self.do_GET()
+    def _route(self, path: str) -> Response:
+        if path == "/metrics":
+            self._check()
+            return Response(200, generate_latest(self.server.registry), CONTENT_TYPE_LATEST)
+        if path == "/healthz":
+            state = self.server.health()
+            return Response(200 if state == SERVING else 503, f"{state}\n".encode())
+        return self.server.pages(path, self._check) or Response(404, b"try /, /metrics or /healthz\n")
 
-            def __getattr__(self, name: str) -> Callable[[], None]:
-                """The handler of any other method."""
-                if not name.startswith("do_"):
-                    raise AttributeError(name)
-                return self._refuse
+    def _check(self) -> None:
+        """Returns when it is the turn of the request, whose answer has numbers.
 
-            def _refuse(self) -> None:
-                self._answer(Response(405, f"use {METHODS}\n".encode(), headers={"Allow": METHODS}))
+        One such answer is made at a time: threads that encode take turns with the loop at the interpreter.
 
-            def _route(self, path: str) -> Response:
-                if path == "/metrics":
-                    self._check()
-                    return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
-                if path == "/healthz":
-                    state = health()
-                    return Response(200 if state == SERVING else 503, f"{state}\n".encode())
-                if pages is not None and (found := pages(path, self._check)) is not None:
-                    return found
-                return Response(404, b"try /, /metrics or /healthz\n")
+        Raises UnauthenticatedError and PermissionDeniedError for a client that may not read numbers.
+        """
+        if (gate := self.server.gate) is not None:
+            is_tls = isinstance(self.connection, ssl.SSLSocket)
+            certificate = self.connection.getpeercert(binary_form=True) if is_tls else None
+            path = escaped(self.path.partition("?")[0], MAX_PATH_CHARS)
+            gate(path, self.client_address[0], certificate, self.headers.get_all("Authorization", []))
+        if not self.server.answering.acquire(timeout=LOOP_TIMEOUT_S):
+            raise TimeoutError
+        self._held.callback(self.server.answering.release)
 
-            def _check(self) -> None:
-                """Returns when it is the turn of the request, whose answer has numbers.
+    def _answer(self, response: Response) -> None:
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
+        for name, value in response.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.body)
 
-                One such answer is made at a time: threads that encode take turns with the loop at the interpreter.
-
-                Raises UnauthenticatedError and PermissionDeniedError for a client that may not read numbers.
-                """
-                if gate is not None:
-                    is_tls = isinstance(self.connection, ssl.SSLSocket)
-                    certificate = self.connection.getpeercert(binary_form=True) if is_tls else None
-                    path = escaped(self.path.partition("?")[0], MAX_PATH_CHARS)
-                    gate(path, self.client_address[0], certificate, self.headers.get_all("Authorization", []))
-                if not answering.acquire(timeout=LOOP_TIMEOUT_S):
-                    raise TimeoutError
-                self._held.callback(answering.release)
-
-            def _answer(self, response: Response) -> None:
-                self.send_response(response.status)
-                self.send_header("Content-Type", response.content_type)
-                self.send_header("Content-Length", str(len(response.body)))
-                for name, value in response.headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(response.body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Scrapes and probes are not logged."""
-
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = _BoundedServer(family, (host, port), Handler, tls)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(CLOSE_EVERY_S,), name="kvpool-http", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Blocks for up to half a second."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes and probes are not logged."""

@@ -45,7 +45,7 @@ def test_an_index_takes_both(distributions: Distributions) -> None:
 def test_the_wheel_has_each_file_of_the_packages_and_no_other(wheel_files: set[str]) -> None:
     files = {name for name in wheel_files if ".dist-info/" not in name and not name.endswith("/")}
     assert files == tracked_files(*PACKAGES)
-    assert any(name.startswith("kvpool_server/observability/page/static/") for name in files)
+    assert any(name.startswith("kvpool_server/observability/static/") for name in files)
     assert {f"{package}/py.typed" for package in PACKAGES} <= files
     licences = {name for name in tracked_files(*PACKAGES, "LICENSE") if Path(name).name == "LICENSE"}
     assert len(licences) == 2

@@ -12,7 +12,7 @@ from kvpool.report.judgements import RECENT_S, judgements, window_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.observability.page.site import INTERVAL_S, KEPT_S, MAX_TEXT_CHARS, Samples, findings, now_document
+from kvpool_server.observability.site import INTERVAL_S, KEPT_S, MAX_TEXT_CHARS, Samples, findings, now_document
 from tests.support.clock import FakeClock
 from tests.support.values import replaced
 

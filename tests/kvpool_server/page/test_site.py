@@ -16,7 +16,7 @@ from kvpool.protocol.messages import fields_of
 from kvpool.protocol.reports import Cause
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
-from kvpool_server.observability.page.site import INTERVAL_S, NAMES, read_static_files
+from kvpool_server.observability.site import INTERVAL_S, NAMES, read_static_files
 from tests.conftest import Connect, StartServer
 from tests.support.certificates import DAY
 from tests.support.driven_pool import SAVED_S, Driver
@@ -153,7 +153,7 @@ def test_a_tier_that_fails_is_a_fault_and_in_the_log(
 
 
 ROOT = Path(__file__).parents[3]
-STATIC = importlib.resources.files("kvpool_server.observability.page") / "static"
+STATIC = importlib.resources.files("kvpool_server.observability") / "static"
 MAX_BYTES = 300 << 10
 
 

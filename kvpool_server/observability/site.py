@@ -60,7 +60,7 @@ NAMES = (
     "index.html", "page.css", "page.js", "panels.js", "charts.js", "chart.js", "samples.js", "format.js", "source.js",
     "uPlot/uPlot.iife.min.js", "uPlot/uPlot.min.css",
 )  # fmt: skip
-"""What is served of `kvpool_server/observability/page/static`: index.html at /, the others under /page/."""
+"""What is served of `kvpool_server/observability/static`: index.html at /, the others under /page/."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,11 @@ class Sample:
     """The numbers of one time.
 
     Args:
-        at: monotonic seconds.
         counters: a snapshot of the pool's and the tiers' counters alone.
         drawn: what `drawn` returns, as JSON.
     """
 
-    at: float
+    at: float  # Monotonic seconds.
     counters: pb.StatsResponse
     drawn: bytes
 
@@ -102,7 +101,7 @@ class Samples:
         self._kept.append(self.make(stats))
 
     def kept(self) -> list[Sample]:
-        """The samples, the oldest first."""
+        """Oldest first."""
         return list(self._kept)
 
     def before(self, seconds: float) -> pb.StatsResponse | None:
@@ -116,10 +115,7 @@ class Site:
     """The page of one server. Let `run` run in the background.
 
     Args:
-        loop: calls `state`, `stats` and `value`.
-        state: of the server, as /healthz tells it.
-        stats: takes a snapshot.
-        value: reports what other arena sizes would hit.
+        loop: calls `state` (as /healthz tells it), `stats` and `value`.
         events: the last warnings and errors of the log.
     """
 
@@ -151,10 +147,7 @@ class Site:
             await asyncio.sleep(INTERVAL_S)
 
     def answer(self, path: str, check: Callable[[], None]) -> Response | None:
-        """The answer to a GET; None for a path that is not the page's.
-
-        Args:
-            check: raises UnauthenticatedError and PermissionDeniedError for a client that may not read numbers.
+        """The answer to a GET; None for a path that is not the page's: see `Pages`.
 
         Raises TimeoutError if the server's loop does not answer.
         """
@@ -182,7 +175,7 @@ class Site:
 
 def read_static_files() -> dict[str, Response]:
     """The files by the path of their URL, as HTTP sends them."""
-    root = importlib.resources.files("kvpool_server.observability.page") / "static"
+    root = importlib.resources.files("kvpool_server.observability") / "static"
     files = {}
     for name in NAMES:
         path = "/" if name == "index.html" else f"/page/{name}"
@@ -240,22 +233,20 @@ def findings(state: str, stats: pb.StatsResponse, before: pb.StatsResponse | Non
 def now_document(
     state: str, stats: pb.StatsResponse, sample: bytes, before: pb.StatsResponse | None, events: list[LogEvent]
 ) -> bytes:
-    """How the server is now.
-
-    Args:
-        sample: what the charts draw of it.
-        before, state: see `findings`.
-        events: of the log, the newest first.
-    """
-    log = [
-        {"time": round(event.at, 3), "level": event.level, "text": event.text, "fields": dict(event.fields),
-         "count": event.count}
-        for event in events
-    ]  # fmt: skip
+    """How the server is now: `findings` of it, what the charts draw of it (`sample`), and events of the log."""
     document = {
         "state": state,
         "findings": findings(state, stats, before),
-        "log": log,
+        "log": [
+            {
+                "time": round(event.at, 3),
+                "level": event.level,
+                "text": event.text,
+                "fields": dict(event.fields),
+                "count": event.count,
+            }
+            for event in events
+        ],
         "causes": {cause.label: cause.gloss for cause in Cause},
         "stats": fields_of(stats, shown),
     }
