@@ -74,11 +74,9 @@ Totals = ReportRequest
 
 @dataclass(slots=True)
 class _Reporter:
-    tenant: str
     sequence: int
-    report: ReportRequest | None  # The newest; None once the engine is not shown any more.
     reported_at: float
-    model: str = ""
+    shown: pb.EngineState | None = None  # By the newest report; None once the engine is not shown any more.
 
 
 class EngineReports:
@@ -109,18 +107,18 @@ class EngineReports:
 
         Raises InvalidRequestError if the report breaks a bound; nothing has changed then.
         """
-        report = checked(report)
+        check(report)
         key, now = (tenant, report.reporter), self._clock()
         known = self._reporters.pop(key, None)
-        newest = 0 if known is None else known.sequence
-        is_new = report.sequence > newest
         if known is None and len(self._reporters) >= MAX_REPORTERS:
             self._forget_one()
-        shown = known.report if known is not None and not is_new else report
+        reporter = self._reporters[key] = known or _Reporter(0, now)
+        reporter.reported_at = now
         model = printable(model[:MAX_MODEL_CHARS])
-        self._reporters[key] = _Reporter(
-            tenant, max(newest, report.sequence), None if report.last else shown, now, model
-        )
+        if is_new := report.sequence > reporter.sequence:
+            reporter.sequence, reporter.shown = report.sequence, _shown(report, tenant, model)
+        if report.last:
+            reporter.shown = None
         if is_new:
             self._count(report, tenant, self._pairs.of(model, tenant))
         return is_new
@@ -131,8 +129,9 @@ class EngineReports:
         self._by_namespace[fingerprint] = of_namespace
         if len(self._by_namespace) > MAX_NAMESPACES:
             self._by_namespace.popitem(last=False)
+        figures = {name: getattr(report, name) for name in (*COUNTS, *SECONDS)}
         for totals in (of_namespace, self.totals[pair]):
-            _add(totals, report)
+            add(totals, report.computed_tokens, **figures)
         if self.listener is not None:
             self.listener(pair, tenant, report)
 
@@ -147,7 +146,7 @@ class EngineReports:
 
     def restore(self, tenant: str, reporter: bytes, sequence: int) -> None:
         """A reporter's newest number, counted before the server's start."""
-        self._reporters[tenant, reporter] = _Reporter(tenant, sequence, None, self._clock())
+        self._reporters[tenant, reporter] = _Reporter(sequence, self._clock())
 
     def of_namespace(self, fingerprint: bytes) -> Totals | None:
         """What engines have counted in a namespace; None if nothing is known."""
@@ -158,51 +157,40 @@ class EngineReports:
         return copy.deepcopy(self.totals)
 
     def engines(self) -> list[pb.EngineState]:
-        """The engines that have reported lately, by name: at most `MAX_ENGINES`, the newest of each tenant in turn."""
+        """The engines that have reported lately, by name: at most `MAX_ENGINES`, the newest of each tenant in turn.
+
+        The next report or call may change the messages: copy what is to stay.
+        """
         now = self._clock()
-        lately = [
-            each
-            for each in reversed(self._reporters.values())
-            if each.report is not None and now - each.reported_at <= SILENT_S
-        ]
-        if len(lately) > MAX_ENGINES:
-            by_tenant: dict[str, list[_Reporter]] = {}
-            for each in lately:
-                by_tenant.setdefault(each.tenant, []).append(each)
-            in_turn = chain.from_iterable(zip_longest(*by_tenant.values()))
-            lately = list(islice(filter(None, in_turn), MAX_ENGINES))
-        return sorted((_state(each, now) for each in lately), key=lambda state: (state.engine, state.tenant))
+        by_tenant: defaultdict[str, list[pb.EngineState]] = defaultdict(list)
+        for (tenant, _), each in reversed(self._reporters.items()):
+            if each.shown is not None and now - each.reported_at <= SILENT_S:
+                each.shown.age_seconds = max(0.0, now - each.reported_at)
+                by_tenant[tenant].append(each.shown)
+        in_turn = chain.from_iterable(zip_longest(*by_tenant.values()))
+        lately = islice(filter(None, in_turn), MAX_ENGINES)
+        return sorted(lately, key=lambda state: (state.engine, state.tenant))
 
 
-def _add(totals: Totals, report: ReportRequest) -> None:
-    for cause, tokens in report.computed_tokens.items():
-        totals.computed_tokens[cause] = min(MAX_TOTAL, totals.computed_tokens[cause] + tokens)
-    for names, most in ((COUNTS, MAX_TOTAL), (SECONDS, MAX_AMOUNT)):
-        for name in names:
-            setattr(totals, name, min(most, getattr(totals, name) + getattr(report, name)))
+def add(total: Totals | pb.LedgerRow, computed_tokens: Mapping[str, int], **figures: float) -> None:
+    """Adds to the fields of a sum, which stop at `MAX_TOTAL` (counts) or `MAX_AMOUNT` (seconds, GiB hours)."""
+    for name, value in figures.items():
+        known = getattr(total, name)
+        setattr(total, name, min(MAX_AMOUNT if isinstance(known, float) else MAX_TOTAL, known + value))
+    for cause, tokens in computed_tokens.items():
+        total.computed_tokens[cause] = min(MAX_TOTAL, total.computed_tokens[cause] + tokens)
 
 
-def _state(reporter: _Reporter, now: float) -> pb.EngineState:
-    report = reporter.report
-    assert report is not None
-    return pb.EngineState(
-        engine=report.engine,
-        version=report.version,
-        vllm_version=report.vllm_version,
-        transport=report.transport,
-        breaker_open=report.breaker_open,
-        age_seconds=max(0.0, now - reporter.reported_at),
-        namespaces=report.namespaces,
-        tenant=reporter.tenant,
-        model=reporter.model,
-    )
+def _shown(report: ReportRequest, tenant: str, model: str) -> pb.EngineState:
+    """What is kept of a report: a copy, because a message keeps all the memory that it was parsed into."""
+    state = pb.EngineState(tenant=tenant, model=model, breaker_open=report.breaker_open, namespaces=report.namespaces)
+    for name in TEXTS:
+        setattr(state, name, printable(getattr(report, name)[:MAX_ENGINE_CHARS]))
+    return state
 
 
-def checked(report: ReportRequest) -> ReportRequest:
-    """The same report, whose texts may stand in logs, with unknown causes as `OTHER_CAUSE`.
-
-    Raises InvalidRequestError for one that breaks a bound.
-    """
+def check(report: ReportRequest) -> None:
+    """Raises InvalidRequestError for a report that breaks a bound; makes unknown causes `OTHER_CAUSE`."""
     if len(report.reporter) != REPORTER_BYTES:
         raise InvalidRequestError(f"reporter has {len(report.reporter)} bytes; give {REPORTER_BYTES}")
     if not report.sequence:
@@ -220,12 +208,6 @@ def checked(report: ReportRequest) -> ReportRequest:
     _within("computed_tokens", known.total(), MAX_COUNT)
     report.computed_tokens.clear()
     report.computed_tokens.update(known)
-    for name in TEXTS:
-        setattr(report, name, printable(getattr(report, name)[:MAX_ENGINE_CHARS]))
-    report.DiscardUnknownFields()
-    own = ReportRequest()
-    own.CopyFrom(report)  # A message keeps all the memory that it was parsed into.
-    return own
 
 
 def _within(name: str, value: float, most: float, low: float = 0) -> None:

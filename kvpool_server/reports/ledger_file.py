@@ -167,15 +167,14 @@ class LedgerFile:
         return {(tenant, reporter): sequence for tenant, reporter, sequence in rows}
 
     def add(self, rows: Iterable[pb.LedgerRow], reporters: Mapping[Reporter, int], now: int) -> None:
-        """Adds figures to the rows of their hours, all or nothing. Raises sqlite3.Error; nothing has changed then."""
+        """Adds figures within `BOUNDS` to the rows of their hours, or raises sqlite3.Error and changes nothing."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:
             for row in rows:
                 key = row.hour, row.tenant, row.model
-                db.execute(_ADD_USAGE, (*key, *(min(most, getattr(row, name)) for name, most in BOUNDS.items())))
-                causes = row.computed_tokens.items()
-                db.executemany(_ADD_COMPUTED, [(*key, cause, min(MAX_TOTAL, tokens)) for cause, tokens in causes])
+                db.execute(_ADD_USAGE, (*key, *(getattr(row, name) for name in SUMS)))
+                db.executemany(_ADD_COMPUTED, [(*key, *computed) for computed in row.computed_tokens.items()])
             db.executemany(
                 _ADD_REPORTER,
                 [(*reporter, min(MAX_INTEGER, sequence), now) for reporter, sequence in reporters.items()],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,8 +24,8 @@ from kvpool_server.cache.departures import EvictedFor
 from kvpool_server.cache.explanations import MAX_RUNS
 from kvpool_server.cache.pool import Pool
 from kvpool_server.observability.usage import OTHER, Pair, Pairs
-from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL, EngineReports
-from kvpool_server.reports.ledger_file import BOUNDS, LedgerFile, Reporter
+from kvpool_server.reports.engines import MAX_REPORTERS, EngineReports, add
+from kvpool_server.reports.ledger_file import LedgerFile, Reporter
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class UsageLedger:
 
     def _reported(self, pair: Pair, tenant: str, report: ReportRequest) -> None:
         devices = max(1, report.num_devices)
-        _add(
+        add(
             self._row(pair),
             report.computed_tokens,
             saved_gpu_seconds=report.saved_seconds * devices,
@@ -100,8 +100,8 @@ class UsageLedger:
             of: model and tenant of the lookup.
             by: model and tenant of the blocks for which they had made room.
         """
-        _add(self._row(self._pairs.of(*of)), evicted_by_others_tokens=num_tokens)
-        _add(self._row(self._pairs.of(*by)), evicted_of_others_tokens=num_tokens)
+        add(self._row(self._pairs.of(*of)), {}, evicted_by_others_tokens=num_tokens)
+        add(self._row(self._pairs.of(*by)), {}, evicted_of_others_tokens=num_tokens)
 
     def sample(self) -> None:
         """Adds what the pool has moved, and held, since the last sample."""
@@ -111,7 +111,7 @@ class UsageLedger:
         for pair, usage in usages.items():
             before = self._moved.get(pair, pb.UsageStats())
             moved = {name: max(0, getattr(usage, name) - getattr(before, name)) for name in _MOVED}
-            _add(self._row(pair), gib_hours=usage.held_bytes * seconds / _GIB_HOUR, **moved)
+            add(self._row(pair), {}, gib_hours=usage.held_bytes * seconds / _GIB_HOUR, **moved)
         self._moved = usages
 
     async def run(self) -> None:
@@ -125,7 +125,7 @@ class UsageLedger:
                 log.exception("sampling the ledger failed; the next sample goes on")
 
     async def flush(self) -> None:
-        """Adds to the file what was counted. What cannot be written waits."""
+        """Writes pending rows to the file; rows that fail stay pending."""
         async with self._is_flushing:
             pending, self._pending = self._pending, {}
             reporters, self._reporters = self._reporters, {}
@@ -148,7 +148,7 @@ class UsageLedger:
     def _put_back(self, pending: dict[tuple[int, Pair], pb.LedgerRow], reporters: dict[Reporter, int]) -> None:
         for key, row in self._pending.items():
             if key in pending:
-                _add(pending[key], row.computed_tokens, **{name: getattr(row, name) for name in SUMS})
+                add(pending[key], row.computed_tokens, **{name: getattr(row, name) for name in SUMS})
             else:
                 pending[key] = row
         self._pending = dict(sorted(pending.items())[-MAX_PENDING:])
@@ -157,15 +157,10 @@ class UsageLedger:
 
     def _forget_reporters(self) -> None:
         """Forgets the numbers of those that `EngineReports` has forgotten, so that few wait for the file."""
-        kept = {key: sequence for key, sequence in self._reporters.items() if self._reports.remembers(*key)}
-        self._reporters = kept
+        self._reporters = {key: newest for key, newest in self._reporters.items() if self._reports.remembers(*key)}
 
     async def page(self, since: int, until: int, tenant: str | None) -> pb.LedgerResponse:
-        """The rows of hours that end after `since` and begin before `until`.
-
-        Args:
-            tenant: whose figures the caller may see; None: all.
-        """
+        """The rows of hours that end after `since` and begin before `until`; only of `tenant`, unless it is None."""
         await asyncio.shield(self.flush())  # Else a caller that goes away would take everybody's figures with it.
         until = until or int(self._unix_clock()) + 1
         return await self._in_thread(lambda: self._page(since, until, tenant))
@@ -174,12 +169,8 @@ class UsageLedger:
         rows, next_since = self._file.rows(since, until, tenant, MAX_LEDGER_ROWS)
         if tenant is not None:  # The file has looked for the tenant's own. `OTHER` twice stands for several tenants.
             rows = [row for row in rows if row.tenant == tenant and (row.tenant, row.model) != (OTHER, OTHER)]
-        return pb.LedgerResponse(
-            rows=rows,
-            is_persistent=self._file.is_persistent,
-            begins=self._file.begins,
-            next_since=next_since,
-        )
+        file = self._file
+        return pb.LedgerResponse(rows=rows, is_persistent=file.is_persistent, begins=file.begins, next_since=next_since)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -189,14 +180,6 @@ class UsageLedger:
         await self.flush()
         await self._in_thread(self._file.close)
         await asyncio.to_thread(self._thread.shutdown)
-
-
-def _add(row: pb.LedgerRow, computed_tokens: Mapping[str, int] | None = None, /, **more: float) -> None:
-    """Adds figures to a row, up to the bounds of the file."""
-    for name, value in more.items():
-        setattr(row, name, min(BOUNDS[name], getattr(row, name) + value))
-    for cause, tokens in (computed_tokens or {}).items():
-        row.computed_tokens[cause] = min(MAX_TOTAL, row.computed_tokens[cause] + tokens)
 
 
 def count_evictions(

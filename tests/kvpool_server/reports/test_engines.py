@@ -38,7 +38,7 @@ def test_what_is_kept_of_a_report_is_what_is_shown(reports: EngineReports) -> No
     given = report(engine="\x1b[31m" + "x" * 1_000, version="1\n2", computed_tokens=causes)
     reports.report(ReportRequest.FromString(given.SerializeToString() + unknown), "acme", "model")
     (kept,) = reports._reporters.values()
-    assert kept.report is not None and len(kept.report.SerializeToString()) < 1_000
+    assert kept.shown is not None and len(kept.shown.SerializeToString()) < 1_000
     (shown,) = reports.engines()
     assert shown.engine.isprintable() and len(shown.engine) <= MAX_ENGINE_CHARS and shown.version == "12"
     assert reports.totals[Pair("model", "acme")].computed_tokens == {"other": 7, EVICTED: 5}
