@@ -32,7 +32,7 @@ from kvpool.protocol.errors import InvalidRequestError, KVPoolError, Unavailable
 from kvpool.protocol.reports import rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
-from kvpool.report.judgements import RECENT_S, Window, judgements, tokens, window_of
+from kvpool.report.judgements import RECENT_S, UNKNOWN, Window, judgements, tokens, window_of
 from kvpool.report.output import MARKS, bar, console, count_text, rate_text, seconds_text, share_text
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
@@ -124,7 +124,7 @@ class View:
 
     endpoint: str
     interval: Interval | None = None
-    window: Window | None = None
+    window: Window = UNKNOWN
     trouble: str = ""
     silent_s: float = 0.0
 
@@ -161,7 +161,7 @@ class Watch:
         self._view = View(self._view.endpoint, interval, self._window(stats, now))
         return self._view
 
-    def _window(self, stats: pb.StatsResponse, now: float) -> Window | None:
+    def _window(self, stats: pb.StatsResponse, now: float) -> Window:
         """The last ten minutes, as far as this object knows them."""
         earlier = self._earlier
         if earlier and earlier[0][0].boot_token != stats.boot_token:

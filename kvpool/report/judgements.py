@@ -106,12 +106,16 @@ class Window:
     is_short: bool = False
 
 
-def window_of(now: pb.StatsResponse, before: pb.StatsResponse | None = None, seconds: float = 0.0) -> Window | None:
-    """The time since the server's start, if it is recent, or else the `seconds` since `before`; None without one."""
+UNKNOWN = Window(lambda key: 0, "", is_short=True)
+"""It is not known which counters grow, so no counter is a problem."""
+
+
+def window_of(now: pb.StatsResponse, before: pb.StatsResponse | None = None, seconds: float = 0.0) -> Window:
+    """The time since the server's start, if it is recent, or else the `seconds` since `before`."""
     if now.server.uptime_seconds <= RECENT_S:
         return Window(lambda key: _total(now, key), SINCE_START)
     if before is None or before.boot_token != now.boot_token:
-        return None
+        return UNKNOWN
     when = f"in the last {duration_text(max(seconds, 1.0))}"
     return Window(lambda key: max(0, _total(now, key) - _total(before, key)), when, seconds < HITS_S)
 
@@ -123,26 +127,22 @@ def _total(stats: pb.StatsResponse, key: Key) -> int:
     return sum(tier.counters.get(key[2], 0) for tier in stats.tiers if tier.name == key[1])
 
 
-def judgements(stats: pb.StatsResponse, window: Window | None = None) -> list[Finding]:
-    """What a snapshot says about the pool, its tiers and quotas, the server, and the engines that report.
-
-    Args:
-        window: None: it is not known which counters grow, so no counter is a problem.
-    """
+def judgements(stats: pb.StatsResponse, window: Window = UNKNOWN) -> list[Finding]:
+    """What a snapshot says about the pool, its tiers and quotas, the server, and the engines that report."""
     return [*_pool(stats, window), *_server(stats), *_quotas(stats, window), *_engines(stats)]
 
 
 def judge_twice(snapshot: Callable[[], pb.StatsResponse]) -> tuple[pb.StatsResponse, list[Finding]]:
     """A snapshot and its judgements; of a server up for more than `RECENT_S`, by what grew in the `LOOK_S` before."""
     before = snapshot()
-    if (window := window_of(before)) is not None:
+    if (window := window_of(before)) is not UNKNOWN:
         return before, judgements(before, window)
     time.sleep(LOOK_S)
     now = snapshot()
     return now, judgements(now, window_of(now, before, LOOK_S))
 
 
-def _pool(stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
+def _pool(stats: pb.StatsResponse, window: Window) -> list[Finding]:
     findings: list[Finding] = []
     for counter, template in _COUNTED.items():
         findings += _counted(template, (counter,), stats, window)
@@ -154,14 +154,14 @@ def _pool(stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
     return findings
 
 
-def _counted(template: Finding, key: Key, stats: pb.StatsResponse, window: Window | None) -> Iterator[Finding]:
+def _counted(template: Finding, key: Key, stats: pb.StatsResponse, window: Window) -> Iterator[Finding]:
     def text(count: int, when: str) -> str:
         return template.text.format(count=f"{count:,}", blocks=_blocks(count), when=when)
 
-    if window is not None and (count := window.grown(key)):
+    if count := window.grown(key):
         yield replace(template, text=text(count, window.when))
     elif count := _total(stats, key):
-        over = SINCE_START if window is None else f"{SINCE_START} (none {window.when})"
+        over = f"{SINCE_START} (none {window.when})" if window.when else SINCE_START
         yield info(template.check, text(count, over), template.fix)
 
 
@@ -181,13 +181,13 @@ def _room(stats: pb.StatsResponse) -> Iterator[Finding]:
     yield ok("memory", f"{size_text(used)} of {size_text(stats.arena_bytes)} are used")
 
 
-def _hits(stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
+def _hits(stats: pb.StatsResponse, window: Window) -> list[Finding]:
     (asked, found), blocks = tokens(stats.server), stats.counters.get("lookup_blocks", 0)
     if not blocks:
         return [ok("hits", "no engine has looked anything up yet")]
     when = SINCE_START
     is_missing = blocks >= MIN_LOOKUP_BLOCKS and not stats.counters.get("lookup_hits", 0)
-    if window is not None and not window.is_short and not is_missing:
+    if not window.is_short and not is_missing:
         blocks, when = window.grown(("lookup_blocks",)), window.when
         is_missing = blocks >= MIN_LOOKUP_BLOCKS and not window.grown(("lookup_hits",))
     if is_missing:
@@ -201,7 +201,7 @@ def tokens(server: pb.ServerStats) -> tuple[int, int]:
     return sum(each.lookup_tokens for each in server.usage), sum(each.hit_tokens for each in server.usage)
 
 
-def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
+def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window) -> list[Finding]:
     check = f"tier {tier.name}"
     if tier.up:
         findings = [*_dropped(check, tier.name, stats, window)]
@@ -225,7 +225,7 @@ def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) ->
     return [*(findings or [ok(check, f"the tier works{kept}")]), *keys]
 
 
-def _dropped(check: str, name: str, stats: pb.StatsResponse, window: Window | None) -> Iterator[Finding]:
+def _dropped(check: str, name: str, stats: pb.StatsResponse, window: Window) -> Iterator[Finding]:
     def text(count: Callable[[Key], int], when: str) -> str:
         """Empty if few blocks were dropped."""
         dropped, demoted = (count(("tier", name, counter)) for counter in ("dropped_demotions", "demoted_blocks"))
@@ -234,10 +234,10 @@ def _dropped(check: str, name: str, stats: pb.StatsResponse, window: Window | No
         return f"{_blocks(dropped)} of {dropped + demoted:,} were not written to the tier {when}"
 
     fix = "the tier is too slow for what engines store: take faster storage, more threads=, or write=back"
-    if window is not None and (recent := text(window.grown, window.when)):
+    if recent := text(window.grown, window.when):
         yield warning(check, recent, fix)
     elif earlier := text(lambda key: _total(stats, key), SINCE_START):
-        yield info(check, earlier if window is None else f"{earlier}, but less {window.when}", fix)
+        yield info(check, f"{earlier}, but less {window.when}" if window.when else earlier, fix)
 
 
 def _blocks(count: int) -> str:
@@ -287,12 +287,12 @@ def certificate_end(check: str, left_s: float, fix: str) -> Finding:
     return (error if left_s <= ENDS_SOON_S[1] else warning)(check, text, fix)
 
 
-def _quotas(stats: pb.StatsResponse, window: Window | None) -> Iterator[Finding]:
+def _quotas(stats: pb.StatsResponse, window: Window) -> Iterator[Finding]:
     """Subjects at their quotas, while quotas evict blocks or after they did. A full quota alone is no finding."""
-    is_evicting = window is not None and window.grown(_EVICTED) > 0
+    is_evicting = window.grown(_EVICTED) > 0
     if not is_evicting and not _total(stats, _EVICTED):
         return
-    when = window.when if window is not None and is_evicting else SINCE_START
+    when = window.when if is_evicting else SINCE_START
     full = [quota for quota in stats.quotas if quota.used_bytes >= FULL_SHARE * quota.limit_bytes > 0]
     for quota in full[:MAX_QUOTAS]:
         subject = escaped(quota.subject, MAX_NAME_CHARS)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.report.finding import Finding, Level, notes, problems
-from kvpool.report.judgements import RECENT_S, Window, judge_twice, judgements, window_of
+from kvpool.report.judgements import RECENT_S, UNKNOWN, Window, judge_twice, judgements, window_of
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 
@@ -74,8 +74,9 @@ OLD = pb.ServerStats(version="1", uptime_seconds=RECENT_S + 1)
 @pytest.mark.parametrize("name", ["corrupt_blocks", "expired_leases", "refused_leases", "dropped_kv_event_batches"])
 def test_what_no_longer_grows_is_a_note(name: str) -> None:
     before = replaced(_with(**{name: 5}), server=OLD)
-    assert window_of(before) is None
-    for window, says in ((None, "since the server's start"), (window_of(before, before, 1), "(none in the last 1 s)")):
+    assert window_of(before) is UNKNOWN
+    last_second = window_of(before, before, 1)
+    for window, says in ((UNKNOWN, "since the server's start"), (last_second, "(none in the last 1 s)")):
         found = judgements(before, window)
         assert problems(found) == []
         (note,) = notes(found)
@@ -84,7 +85,7 @@ def test_what_no_longer_grows_is_a_note(name: str) -> None:
     found = judgements(now, window_of(now, before, 1))
     (grows,) = problems(found)
     assert grows.text.startswith("2 ") and "in the last 1 s" in grows.text and notes(found) == []
-    assert window_of(replaced(now, boot_token=2), before, 1) is None, "another run of the server"
+    assert window_of(replaced(now, boot_token=2), before, 1) is UNKNOWN, "another run of the server"
 
 
 def test_what_a_tier_dropped_long_ago_is_a_note() -> None:
@@ -128,7 +129,7 @@ ENGINE = pb.EngineState(
 )
 
 
-def of(check: str, stats: pb.StatsResponse, window: Window | None = None) -> list[Finding]:
+def of(check: str, stats: pb.StatsResponse, window: Window = UNKNOWN) -> list[Finding]:
     """The findings of one check."""
     return [each for each in judgements(stats, window) if each.check == check]
 
