@@ -33,6 +33,7 @@ _WHY = {
     pb.MISS_CAUSE_PUT_FAILED: "not stored completely, because the writer gave up or was too slow",
     pb.MISS_CAUSE_OTHER_NAMESPACE: "in another namespace",
 }
+_UNKNOWN = (pb.BLOCK_STATE_MISSING, pb.MISS_CAUSE_NEVER_STORED)
 _PASSED_ON = ("newest_left_seconds", "oldest_left_seconds", "unused_seconds", "evicted_for")
 """Fields of a `BlockRange` that JSON has as they are."""
 
@@ -55,10 +56,10 @@ def explain(options: PromptOptions) -> None:
         return
     for sentence in report.sentences():
         say(sentence)
-    if rows := report.rows():
-        table = Table(*(Column(name, overflow="fold") for name in ("tokens", "group", "where", "why", "when")))
-        for row in rows:
-            table.add_row(*map(escape, row))
+    table = Table(*(Column(name, overflow="fold") for name in ("tokens", "group", "where", "why", "when")))
+    for row in report.rows():
+        table.add_row(*map(escape, row))
+    if table.row_count:
         typer.echo("")
         console().print(table)
 
@@ -84,14 +85,6 @@ class PromptReport:
         """Tokens from the start on whose blocks are stored in each of these groups, and the run that ends first."""
         self.loadable = self._loadable()
 
-    @property
-    def _is_unknown(self) -> bool:
-        """The server knows no block of the prompt, in this namespace or in another."""
-        parts = [part for run in self._found.runs for part in run.ranges]
-        return not self._found.elsewhere and all(
-            part.state == pb.BLOCK_STATE_MISSING and part.cause == pb.MISS_CAUSE_NEVER_STORED for part in parts
-        )
-
     def _loadable(self) -> int:
         """Tokens that an engine would load: up to the last boundary at which each group has what it needs."""
         boundaries = np.arange(self.limit, 0, -self.alignment)
@@ -115,7 +108,7 @@ class PromptReport:
         return [(part.first * size, (part.first + part.count) * size, part) for part in run.ranges]
 
     def sentences(self) -> list[str]:
-        """What is known, most important first. One sentence or few a line."""
+        """What is known, most important first."""
         return [
             self._summary(),
             *self._about_tiers(),
@@ -140,7 +133,8 @@ class PromptReport:
             yield f"{server} gave no answer about these blocks: {why}."
 
     def _about_names(self) -> Iterator[str]:
-        if self._is_unknown and not self._found.tiers_away:
+        states = {(part.state, part.cause) for run in self._found.runs for part in run.ranges}
+        if states <= {_UNKNOWN} and not self._found.elsewhere and not self._found.tiers_away:
             yield (
                 "The server knows no block of this prompt. If an engine has stored it, its blocks have other names: "
                 "check the tokenizer, hash seed, cache salt and LoRA adapter."
@@ -163,9 +157,8 @@ class PromptReport:
             elif start > at:
                 yield f"{which} are stored, but no request can use them without the tokens before them."
         if run.other_children:
-            others = "Another stored prompt has"
-            if run.other_children > 1:
-                others = f"{run.other_children:,} other stored prompts have"
+            is_one = run.other_children == 1
+            others = "Another stored prompt has" if is_one else f"{run.other_children:,} other stored prompts have"
             yield f"{others} the same tokens up to token {at:,}, and other tokens after it."
         size = self._spec.groups[run.group_idx].block_tokens
         if (explained := self.ranges(run)[-1][1]) < self.num_tokens // size * size:
@@ -175,8 +168,7 @@ class PromptReport:
             )
 
     def _about_rules(self) -> Iterator[str]:
-        rest = self.num_tokens - self.limit
-        if rest == 1:
+        if (rest := self.num_tokens - self.limit) == 1:
             yield "The last token is always computed, because the engine needs its logits for the next token."
         else:
             yield (
@@ -227,7 +219,7 @@ class PromptReport:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for programs."""
+        found = self._found
         return {
             "num_tokens": self.num_tokens,
             "stored_tokens": self.stored,
@@ -240,16 +232,16 @@ class PromptReport:
                     "other_children": run.other_children,
                     "ranges": [_json_range(*part) for part in self.ranges(run)],
                 }
-                for run in self._found.runs
+                for run in found.runs
             ],
             "elsewhere": [
                 {"fingerprint": match.fingerprint.hex(), "blocks": match.count, "differences": list(match.differences)}
-                for match in self._found.elsewhere
+                for match in found.elsewhere
             ],
-            "remembered_seconds": self._found.remembered_seconds,
-            "half_remembered_seconds": self._found.half_remembered_seconds,
-            "tiers_away": list(self._found.tiers_away),
-            "servers_away": dict(self._found.servers_away),
+            "remembered_seconds": found.remembered_seconds,
+            "half_remembered_seconds": found.half_remembered_seconds,
+            "tiers_away": list(found.tiers_away),
+            "servers_away": dict(found.servers_away),
             "sentences": self.sentences(),
         }
 
@@ -278,11 +270,10 @@ def _cells(part: pb.BlockRange) -> tuple[str, str, str]:
     if part.state == pb.BLOCK_STATE_COMPLETE:
         used = f"used {duration_text(part.unused_seconds)} ago" if part.HasField("unused_seconds") else ""
         return "memory", "", used
-    where = "missing"
-    if part.state == pb.BLOCK_STATE_IN_TIER:
-        where = " ".join(filter(None, (part.tier, part.server)))
-        if part.cause == pb.MISS_CAUSE_NEVER_STORED:  # Here; another server's engines have.
-            return where, "", ""
+    is_in_tier = part.state == pb.BLOCK_STATE_IN_TIER
+    where = " ".join(filter(None, (part.tier, part.server))) if is_in_tier else "missing"
+    if is_in_tier and part.cause == pb.MISS_CAUSE_NEVER_STORED:  # Here; another server's engines have.
+        return where, "", ""
     return where, _WHY[part.cause] + _room(part), _times(part).strip()
 
 

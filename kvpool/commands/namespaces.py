@@ -49,15 +49,16 @@ def namespaces(
         return
     with common.client_of(endpoint) as client:
         found = client.admin.namespaces()
-        bounds = client.admin.quotas()
-    covering = [
-        [quota for quota in bounds if covers(quota.subject, info.spec.tenant, info.fingerprint)] for info in found
+        quotas = client.admin.quotas()
+    covered = [
+        (each, [quota for quota in quotas if covers(quota.subject, each.spec.tenant, each.fingerprint)])
+        for each in found
     ]
     if as_json:
-        common.print_json([_row(*each) for each in zip(found, covering, strict=True)])
+        common.print_json([_row(*each) for each in covered])
         return
     typer.echo(f"at {endpoint}:" if found else f"no namespaces at {endpoint}")
-    for each in zip(found, covering, strict=True):
+    for each in covered:
         typer.echo(text_of(*each))
 
 

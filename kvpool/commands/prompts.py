@@ -175,7 +175,7 @@ def _print_json(result: pb.HintResponse) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt in a namespace; `runs` are its blocks under their names on the wire, one run a group."""
+    """A prompt in a namespace; `runs` are its blocks under their names on the wire, one run per group."""
 
     info: pb.NamespaceInfo
     spec: NamespaceSpec
@@ -214,11 +214,7 @@ class NamedPrompt:
 
 
 def read_tokens(path: str, tokenizer: str) -> list[int]:
-    """The token ids of a prompt; the arguments are those of the options --prompt and --tokenizer.
-
-    Raises ConfigError if the file cannot be read or a package or the tokenizer's path lacks, and InvalidRequestError if
-    the tokenizer cannot be loaded or there are no token ids.
-    """
+    """The token ids of --prompt and --tokenizer. Raises ConfigError and InvalidRequestError."""
     text = _read(path)
     tokens = _encode(text, tokenizer) if tokenizer else _parse(text, path)
     if not tokens:

@@ -50,16 +50,10 @@ TIER_GAUGES = {
     "used_bytes": "Bytes that this server has written to the tier and not removed since.",
     "num_entries": "Blocks that this server has written to the tier and not removed since.",
 }
-TIER_SERVERS = (
-    (
-        GaugeMetricFamily,
-        "up",
-        "1 if a server that a tier reads from, or their directory, has answered last, or was never asked; else 0.",
-    ),
-    (CounterMetricFamily, "read_bytes", "Bytes read from another server whose checksums matched."),
-)
-
-
+TIER_SERVERS = {
+    "up": "1 if a server that a tier reads from, or their directory, has answered last, or was never asked; else 0.",
+    "read_bytes": "Bytes read from another server whose checksums matched.",
+}
 _OF_PAIRS = f"The first {MAX_PAIRS} pairs in use have labels of their own, the rest is model={OTHER}, tenant={OTHER}."
 USAGE_COUNTERS = {
     "lookup_tokens": "Prompt tokens that lookups asked for, beyond what engines had themselves, by model and tenant; "
@@ -71,7 +65,7 @@ USAGE_COUNTERS = {
     "may load fewer: vllm:kvpool_loaded_bytes_total counts what it has loaded.",
 }
 _USAGE_NAMES = {"loaded_bytes": "located_bytes"}
-"""Fields whose metric has another name: an engine may load fewer bytes than were located for it."""
+"""Metrics that have another name than their field: an engine may load fewer bytes than were located for it."""
 USAGE_GAUGES = {
     "held_bytes": "Bytes of the arena that blocks of a model and tenant occupy.",
     "held_blocks": "Complete (readable) blocks of a model and tenant in the arena.",
@@ -96,11 +90,7 @@ def family(
     labels: Sequence[str],
     series: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """The family kvpool_NAME.
-
-    Args:
-        series: the values of the labels, and the value, of each series.
-    """
+    """The family kvpool_NAME; each of its series has the values of the labels, and a value."""
     found = kind(f"kvpool_{name}", text, labels=labels)
     for values, value in series:
         found.add_metric(values, value)
@@ -120,7 +110,8 @@ def pool_families(stats: pb.StatsResponse) -> Iterator[Metric]:
         series = [([tier.name], tier.counters.get(name, 0)) for tier in stats.tiers]
         yield family(CounterMetricFamily, f"tier_{name}", text, ["tier"], series)
     servers = [([tier.name, server.name], fields_of(server)) for tier in stats.tiers for server in tier.servers]
-    for kind, name, text in TIER_SERVERS:
+    for name, text in TIER_SERVERS.items():
+        kind = GaugeMetricFamily if name == "up" else CounterMetricFamily
         series = [(labels, server[name]) for labels, server in servers if server[name] is not None]
         yield family(kind, f"tier_server_{name}", text, ["tier", "server"], series)
 
@@ -227,11 +218,9 @@ class RpcMetrics(Collector):
         yield family(CounterMetricFamily, "transferred_bytes", text, ["transport", "direction"], series)
 
     def transfers(self) -> list[pb.TransferStats]:
-        """Payload bytes by transport and direction."""
-        by_transport = (("grpc", self._grpc_bytes), ("tcp", self._tcp_bytes()))
         return [
             pb.TransferStats(transport=name, direction=way, nbytes=nbytes)
-            for name, moved in by_transport
+            for name, moved in (("grpc", self._grpc_bytes), ("tcp", self._tcp_bytes()))
             for way, nbytes in moved.items()
         ]
 
@@ -260,10 +249,8 @@ class RpcMetrics(Collector):
         return _Timer(self, method, was_answered)
 
     def observe(self, method: str, status: str, seconds: float) -> None:
-        key = method, status
-        series = self._by_status.get(key)
-        if series is None:
-            series = self._by_status[key] = self._seconds.labels(method, status)
+        if (series := self._by_status.get((method, status))) is None:
+            series = self._by_status[method, status] = self._seconds.labels(method, status)
         series.observe(seconds)
 
 

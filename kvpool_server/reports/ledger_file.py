@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -92,7 +91,6 @@ class LedgerFile:
 
     Attributes:
         begins: Unix time, seconds, when the ledger was begun.
-        is_persistent: the file outlives the server.
 
     Raises ConfigError if the file is no ledger, damaged, in use by another server, or open to others.
     """
@@ -135,7 +133,10 @@ class LedgerFile:
         )
         is_empty = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if is_empty and not application_id:
-            self._create()
+            for name, columns in _TABLES.items():
+                db.execute(f"CREATE TABLE {name} ({columns}) WITHOUT ROWID")
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {FORMAT}")
             db.execute("INSERT INTO begun VALUES (?)", (now,))
         elif application_id != APPLICATION_ID:
             raise ConfigError(f"{self._path} is another program's database; give another --ledger")
@@ -154,12 +155,6 @@ class LedgerFile:
             raise sqlite3.DatabaseError("it does not say when it was begun")
         db.execute("COMMIT")
         return int(begun[0])
-
-    def _create(self) -> None:
-        for name, columns in _TABLES.items():
-            self._db.execute(f"CREATE TABLE {name} ({columns}) WITHOUT ROWID")
-        self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        self._db.execute(f"PRAGMA user_version = {FORMAT}")
 
     def reporters(self) -> dict[Reporter, int]:
         """Each reporter's newest number, the one seen longest ago first."""
@@ -187,12 +182,11 @@ class LedgerFile:
             raise
 
     def _delete_oldest(self, now: int) -> None:
-        db = self._db
         self._delete_hours_before(now - LEDGER_DAYS * 24 * HOUR_S)
-        while db.execute("SELECT count(*) FROM usage").fetchone()[0] > MAX_ROWS:
-            self._delete_hours_before(db.execute("SELECT min(hour) FROM usage").fetchone()[0] + 1)
+        while (found := self._db.execute("SELECT count(*), min(hour) FROM usage").fetchone())[0] > MAX_ROWS:
+            self._delete_hours_before(found[1] + 1)
         # Of the tenant with most reporters the one seen longest ago, again and again.
-        db.execute(_DELETE_REPORTERS, (MAX_REPORTERS,))
+        self._db.execute(_DELETE_REPORTERS, (MAX_REPORTERS,))
 
     def _delete_hours_before(self, hour: int) -> None:
         for table in ("usage", "computed"):
@@ -207,9 +201,8 @@ class LedgerFile:
         """
         since, until = (max(0, min(MAX_INTEGER, at)) for at in (since, until))
         where = "WHERE hour > ? AND hour < ? AND (? IS NULL OR tenant = ?)"
-        found = self._db.execute(
-            f"SELECT * FROM usage {where} ORDER BY {_KEY} LIMIT ?", (since - HOUR_S, until, tenant, tenant, most + 1)
-        ).fetchall()
+        usage = f"SELECT * FROM usage {where} ORDER BY {_KEY} LIMIT ?"
+        found = self._db.execute(usage, (since - HOUR_S, until, tenant, tenant, most + 1)).fetchall()
         next_since = 0
         if len(found) > most:
             next_since = found[-1][0]
@@ -218,19 +211,16 @@ class LedgerFile:
                 next_since += HOUR_S
             found = whole or found[:most]
         until = found[-1][0] + 1 if found else since
-        causes: defaultdict[tuple[int, str, str], dict[str, int]] = defaultdict(dict)
-        for *key, cause, tokens in self._db.execute(
-            f"SELECT * FROM computed {where}", (since - HOUR_S, until, tenant, tenant)
-        ):
-            causes[*key][cause] = tokens
-        return [_row(each, causes[each[:3]]) for each in found], next_since
+        rows = {each[:3]: _row(*each) for each in found}
+        computed = f"SELECT * FROM computed {where}"
+        for *key, cause, tokens in self._db.execute(computed, (since - HOUR_S, until, tenant, tenant)):
+            if (row := rows.get(tuple(key))) is not None:
+                row.computed_tokens[cause] = tokens
+        return list(rows.values()), next_since
 
     def close(self) -> None:
         self._db.close()
 
 
-def _row(found: tuple[Any, ...], causes: dict[str, int]) -> pb.LedgerRow:
-    hour, tenant, model, *sums = found
-    return pb.LedgerRow(
-        hour=hour, tenant=tenant, model=model, computed_tokens=causes, **dict(zip(SUMS, sums, strict=True))
-    )
+def _row(hour: int, tenant: str, model: str, *sums: Any) -> pb.LedgerRow:
+    return pb.LedgerRow(hour=hour, tenant=tenant, model=model, **dict(zip(SUMS, sums, strict=True)))
