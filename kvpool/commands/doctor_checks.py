@@ -68,6 +68,11 @@ SAMPLED_PAGES = 64
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
+def _ok_if(is_ok: bool, check: str, text: str, fix: str) -> Finding:
+    """A finding that is ok, or a warning with its fix."""
+    return ok(check, text) if is_ok else warning(check, text, fix)
+
+
 def grpc_port(client: Client) -> list[Finding]:
     """Whether the server answers, and its release. Raises UnavailableError and PoolTimeoutError if it does not."""
     started = time.monotonic()
@@ -115,10 +120,8 @@ def bandwidth(client: Client) -> list[Finding]:
     found = measure(client, ROUND_BYTES, usual_block(client))
     put, get = (found[name]["median"] for name in ("put_gb_per_s", "get_gb_per_s"))
     text = f"{found['transport']}: put {put:.3g} GB/s, get {get:.3g} GB/s"
-    if get < SLOW_GB_PER_S:
-        fix = "measure a hit against computing with `kvpool ping --bandwidth --namespace`"
-        return [warning("bandwidth", text, fix)]
-    return [ok("bandwidth", text)]
+    fix = "measure a hit against computing with `kvpool ping --bandwidth --namespace`"
+    return [_ok_if(get >= SLOW_GB_PER_S, "bandwidth", text, fix)]
 
 
 def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Finding]:
@@ -264,9 +267,8 @@ def memory() -> list[Finding]:
     sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE)}
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     text = f"{size_text(available)} of this host's {size_text(total)} are available"
-    if available < LEAST_AVAILABLE_SHARE * total:
-        return [warning("memory of the host", text, "end what takes it, or lower the server's --memory")]
-    return [ok("memory of the host", text)]
+    is_enough = available >= LEAST_AVAILABLE_SHARE * total
+    return [_ok_if(is_enough, "memory of the host", text, "end what takes it, or lower the server's --memory")]
 
 
 def huge_pages() -> list[Finding]:
@@ -284,23 +286,19 @@ def huge_pages() -> list[Finding]:
 def open_files() -> list[Finding]:
     """Whether a process may open enough files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return [ok("open files", "a process started from here may open any number of files")]
-    text = f"a process started from here may open {limit:,} files"
-    if limit < LEAST_FILES:
-        return [warning("open files", text, f"raise the limit to {LEAST_FILES:,} or more (ulimit -n)")]
-    return [ok("open files", text)]
+    is_unlimited = limit == resource.RLIM_INFINITY
+    text = f"a process started from here may open {'any number of' if is_unlimited else f'{limit:,}'} files"
+    fix = f"raise the limit to {LEAST_FILES:,} or more (ulimit -n)"
+    return [_ok_if(is_unlimited or limit >= LEAST_FILES, "open files", text, fix)]
 
 
 def memlock(*, uses_rdma: bool = False) -> list[Finding]:
     """Whether a process may lock enough memory; RDMA locks the memory that it moves."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY:
-        return [ok("memlock", "a process started from here may lock all memory")]
-    text = f"a process started from here may lock {size_text(limit)}"
-    if uses_rdma and limit < LEAST_LOCKED_BYTES:
-        return [warning("memlock", text, "RDMA locks the memory that it moves: set the limit to unlimited")]
-    return [ok("memlock", text)]
+    is_unlimited = limit == resource.RLIM_INFINITY
+    text = f"a process started from here may lock {'all memory' if is_unlimited else size_text(limit)}"
+    is_enough = is_unlimited or not uses_rdma or limit >= LEAST_LOCKED_BYTES
+    return [_ok_if(is_enough, "memlock", text, "RDMA locks the memory that it moves: set the limit to unlimited")]
 
 
 def numa(client: Client | None) -> list[Finding]:
@@ -311,10 +309,8 @@ def numa(client: Client | None) -> list[Finding]:
     arena = set() if client is None else _arena_nodes(client)
     told = [f"GPUs on {_nodes(gpus)}" if gpus else "no NVIDIA GPU is visible"]
     told.append(f"the arena on {_nodes(arena)}" if arena else "the arena cannot be seen from here")
-    if gpus and arena and not arena & gpus:
-        fix = "start the server with `numactl --membind` of the GPUs' node, or --interleave over all nodes"
-        return [warning("NUMA", "; ".join(told), fix)]
-    return [ok("NUMA", "; ".join(told))]
+    fix = "start the server with `numactl --membind` of the GPUs' node, or --interleave over all nodes"
+    return [_ok_if(not (gpus and arena) or bool(arena & gpus), "NUMA", "; ".join(told), fix)]
 
 
 def _gpu_nodes() -> set[int]:

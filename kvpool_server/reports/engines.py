@@ -196,12 +196,10 @@ def check(report: ReportRequest) -> None:
     if not report.sequence:
         raise InvalidRequestError("sequence is 0; count reports from 1")
     _within("number of namespaces", len(report.namespaces), MAX_STAGES, low=1)
-    _within("num_devices", report.num_devices, MAX_DEVICES)
     _within("number of causes", len(report.computed_tokens), MAX_CAUSES)
-    for name in COUNTS:
-        _within(name, getattr(report, name), MAX_COUNT)
-    for name in SECONDS:
-        _within(name, getattr(report, name), MAX_SECONDS)
+    bounds = {"num_devices": MAX_DEVICES, **dict.fromkeys(COUNTS, MAX_COUNT), **dict.fromkeys(SECONDS, MAX_SECONDS)}
+    for name, most in bounds.items():
+        _within(name, getattr(report, name), most)
     known: Counter[str] = Counter()
     for cause, tokens in report.computed_tokens.items():
         known[cause if cause in CAUSES else OTHER_CAUSE] += tokens

@@ -9,6 +9,7 @@ Without a path the same tables are in memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Iterable, Mapping
@@ -100,27 +101,22 @@ class LedgerFile:
         self.is_persistent = bool(path)
         if path:
             os.close(open_private(path, os.O_RDWR, "ledger", "--ledger"))
-        try:
-            self._db = sqlite3.connect(
-                path or ":memory:", timeout=LOCK_S, isolation_level=None, check_same_thread=False
-            )
-        except sqlite3.Error as error:
-            raise ConfigError(f"cannot open the ledger {path}: {error}; see --ledger") from None
-        try:
-            self.begins = self._open(now)
-        except sqlite3.OperationalError as error:
-            self._db.close()
-            raise ConfigError(
-                f"cannot use the ledger {path}: {error}; give each server a --ledger of its own, where it may write"
-            ) from None
-        except sqlite3.DatabaseError as error:
-            self._db.close()
-            raise ConfigError(
-                f"the ledger {path} is damaged, or is no ledger ({error}); move it away, or give another --ledger"
-            ) from None
-        except ConfigError:
-            self._db.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                self._db = sqlite3.connect(
+                    path or ":memory:", timeout=LOCK_S, isolation_level=None, check_same_thread=False
+                )
+                undo.callback(self._db.close)
+                self.begins = self._open(now)
+            except sqlite3.OperationalError as error:
+                raise ConfigError(
+                    f"cannot use the ledger {path}: {error}; give each server a --ledger of its own, where it may write"
+                ) from None
+            except sqlite3.DatabaseError as error:
+                raise ConfigError(
+                    f"the ledger {path} is damaged, or is no ledger ({error}); move it away, or give another --ledger"
+                ) from None
+            undo.pop_all()
 
     def _open(self, now: int) -> int:
         db = self._db
