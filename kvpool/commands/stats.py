@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.top import heading, lookup_latency, loop_lag, moved_bytes
+from kvpool.commands.top import BAR_CHARS, heading, lookup_latency, loop_lag, moved_bytes
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.reports import quantile
 from kvpool.report.finding import Finding, notes, problems
@@ -21,8 +21,6 @@ from kvpool.report.judgements import judge_twice, tokens
 from kvpool.report.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
-
-BAR_CHARS = 30
 
 
 def stats(

@@ -45,7 +45,6 @@ MAX_REQUEST_BYTES = 64 << 10
 MAX_PATH_CHARS = 60
 """Of a path that is named in errors and in the audit log."""
 STARTING, SERVING, DRAINING = "starting", "ok", "draining"
-TEXT = "text/plain"
 
 Value = TypeVar("Value")
 Gate = Callable[[str, str, bytes | None, Sequence[str]], None]
@@ -60,7 +59,7 @@ class Response:
 
     status: int
     body: bytes
-    content_type: str = TEXT
+    content_type: str = "text/plain"
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -115,7 +114,8 @@ class OperatorHttp(ThreadingHTTPServer):
         names: Collection[str] = (),
     ):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.registry, self.health, self.tls, self.gate, self.names = registry, health, tls, gate, names
+        self.registry, self.health = registry, health
+        self.tls, self.gate, self.names = tls, gate, names
         self.pages: Pages = pages or (lambda path, check: None)
         self.answering = threading.Lock()
         self._lock = threading.Lock()

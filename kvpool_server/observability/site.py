@@ -40,7 +40,6 @@ MAX_TEXT_CHARS = 200
 """Of a text in a message."""
 MAX_CHECK_CHARS = 60
 """Of the name of a check, which may contain that of a tier."""
-JSON = "application/json"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -156,7 +155,7 @@ class Site:
         if (numbers := self._numbers.get(path)) is None:
             return None
         check()
-        return Response(200, numbers(), JSON, HEADERS)
+        return Response(200, numbers(), "application/json", HEADERS)
 
     def _look_on_loop(self) -> tuple[str, pb.StatsResponse, Sample, pb.StatsResponse | None]:
         stats = self._stats()

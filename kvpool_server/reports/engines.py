@@ -117,10 +117,9 @@ class EngineReports:
         model = printable(model[:MAX_MODEL_CHARS])
         if is_new := report.sequence > reporter.sequence:
             reporter.sequence, reporter.shown = report.sequence, _shown(report, tenant, model)
+            self._count(report, tenant, self._pairs.of(model, tenant))
         if report.last:
             reporter.shown = None
-        if is_new:
-            self._count(report, tenant, self._pairs.of(model, tenant))
         return is_new
 
     def _count(self, report: ReportRequest, tenant: str, pair: Pair) -> None:
