@@ -20,8 +20,9 @@ from kvpool.transport.tcp import TcpRead, TcpWrite
 from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_transfer import ConnectionPool
 
-MAX_PEERS = 16
-"""Servers to which connections are kept; those of the one that was not read for longest are closed."""
+MAX_PEERS = 64
+"""Servers to which connections are kept, as many as a server reads from; those of the one that was not read for longest
+are closed."""
 
 
 def main() -> None:

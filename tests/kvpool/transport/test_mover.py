@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from kvpool.transport.helpers import STAGING_BYTES
 from kvpool.transport.mover import MEMORY_BYTES, MOVERS, IntoArena, Movers
 from kvpool.transport.segment import Segment
 from kvpool.transport.tcp import TcpTransport
+from kvpool_server.tiers.peers.tier import MAX_PEERS
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for
 from tests.support.scripted_port import scripted_port
@@ -206,6 +207,17 @@ def test_a_process_that_is_killed_reads_nothing_into_the_arena_later(arena: Segm
         with pytest.raises(TransferError, match="has ended"):
             movers.move(peer, Transfer(1, [0], 64, DEADLINE_S, permit=bytes(24)), local, is_write=False)
         assert not is_running(pid), "the slots are another block's from now on"
+
+
+def test_a_process_keeps_a_connection_to_each_server_that_a_server_reads_from(arena: Segment) -> None:
+    with ExitStack() as stack:
+        ports = [stack.enter_context(scripted_port()) for _ in range(MAX_PEERS)]
+        movers = stack.enter_context(closing(Movers(1, arena)))
+        wait_for_mover(movers)
+        for port in [*ports, *ports]:
+            local = Local(rows=[[arena.bytes[:64]]], into_arena=IntoArena(movers, ChunkSums(1, 64, 64)))
+            assert movers.move(port.peer(), Transfer(1, [0], 64, DEADLINE_S, permit=bytes(24)), local, is_write=False)
+        assert {port.num_connections for port in ports} == {1}
 
 
 def test_what_the_process_meets_reaches_the_caller(own: tuple[Apart, Port]) -> None:
