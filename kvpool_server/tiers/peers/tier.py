@@ -139,7 +139,7 @@ class PeersTier(Tier):
         levels, self._levels = self._levels, {}
         pools, self._questions, self._reads = (self._questions, self._reads), None, None
         if self._movers is not None:
-            self._movers.close()
+            await asyncio.to_thread(self._movers.close)  # A process unmaps the arena before it has ended.
         await asyncio.gather(*(asyncio.to_thread(level.peer.close) for level in levels.values()))
         await asyncio.gather(*(asyncio.to_thread(threads.close, CLOSE_S) for threads in pools if threads is not None))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,12 @@ from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import BusyError, ConfigError
 from kvpool.protocol.types import BlockRun, in_parts
 from kvpool.security.principal import Role
+from kvpool.transport.mover import Movers
+from kvpool.transport.segment import Segment
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.rpc.blocks import MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS
 from kvpool_server.tiers.peers import directory as peers_directory
+from kvpool_server.tiers.peers.tier import PeersTier
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
 from tests.kvpool_server.tiers.peers.conftest import CHUNK, DEADLINE_S, LONG, SPEC, Host, StartServer
@@ -64,6 +68,22 @@ def test_a_process_of_its_own_reads_and_may_end(host: Callable[..., Host]) -> No
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: all(other.load(*range(40, 60))), "a server that reads by itself again", 20)
     assert other.read_bytes == 60 * CHUNK
+
+
+def test_a_server_goes_on_while_its_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel unmaps the arena first: a part of a second for each gibibyte."""
+    has_gone_on, seen = threading.Event(), list[bool]()
+    monkeypatch.setattr(Movers, "close", lambda self: seen.append(has_gone_on.wait(5)))
+
+    async def close() -> None:
+        with contextlib.closing(Segment.create(CHUNK)) as arena:
+            tier = PeersTier("peers:x", ClientConfig("127.0.0.1:1"), [], arena=lambda: arena)
+            await tier.open()
+            asyncio.get_running_loop().call_later(0.1, has_gone_on.set)
+            await tier.close()
+
+    asyncio.run(close())
+    assert seen == [True]
 
 
 def test_a_block_that_has_left_again_is_read_again(host: Callable[..., Host]) -> None:
