@@ -259,7 +259,7 @@ class Movers:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "kvpool: no process for bytes over TCP (%s): this process moves them, which slows its steps",
+                "kvpool: no process for bytes over TCP (%s): this process moves them, which slows its other work",
                 str(error) or "it has ended",
             )
 
