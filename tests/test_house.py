@@ -17,7 +17,6 @@ AT_THE_ROOT = {
         "breaker.py",
         "config.py",
         "connector.py",
-        "guard.py",
         "metadata.py",
         "metrics.py",
         "py.typed",

@@ -1,6 +1,6 @@
 """`KVPoolConnector`: the hooks that vLLM calls, each handed to the scheduler's or the worker's side.
 
-No hook raises an Exception (`guard.py`), except while the engine starts, where the constructor and
+No hook raises an Exception (`metrics.py`), except while the engine starts, where the constructor and
 `register_kv_caches` refuse what cannot work. What vLLM gets instead of a failed hook's answer, and how the hook's work
 is ended, is beside each hook: a load that vLLM waits for is always reported, as failed where it is in doubt, and blocks
 in doubt are not shared.
@@ -20,9 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.logger import init_logger
 
-from vllm_plugin.guard import Guard, hook
 from vllm_plugin.metadata import ConnectorMetadata
-from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
+from vllm_plugin.metrics import Guard, KVPoolPromMetrics, KVPoolStats, hook
 from vllm_plugin.releases import TESTED, check_contract
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from tests.support.saboteur import PLACES, Sabotage
 from tests.support.toy.fixtures import TINY
 from tests.support.vllm_objects import make_config
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.guard import MAX_KINDS, Guard
 from vllm_plugin.metadata import ConnectorMetadata
-from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats, Recorder
+from vllm_plugin.metrics import MAX_KINDS, Guard, KVPoolPromMetrics, KVPoolStats, Recorder
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 
 NUM_SCHEDULES = effort(40)

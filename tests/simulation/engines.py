@@ -50,7 +50,7 @@ from tests.support.toy.model import Sequences, answer
 from tests.support.vllm_objects import make_request
 from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.guard import Guard
+from vllm_plugin.metrics import Guard
 from vllm_plugin.scheduler import (
     admission,
     load_policy,

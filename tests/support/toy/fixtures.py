@@ -42,7 +42,7 @@ def loud(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     import threading
 
-    from vllm_plugin.guard import Guard
+    from vllm_plugin.metrics import Guard
     from vllm_plugin.worker.transfer import TransferThread
 
     quiet = Guard.failed

@@ -27,7 +27,7 @@ from tests.support.toy.shapes import SHAPES as MODELS
 from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.kinds import window
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.guard import Guard
+from vllm_plugin.metrics import Guard
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.scheduler.stores import Stores
