@@ -463,12 +463,12 @@ def test_no_answer_to_a_lookup_brings_a_scheduler_down(
     from tests.support.vllm_objects import cache_config, make_request, tokens
     from tests.vllm_plugin.core import NUM_BLOCKS, Core
     from vllm_plugin import session
-    from vllm_plugin.scheduler import step_budget
+    from vllm_plugin.scheduler import lookups
 
     pool = LyingPool()
     monkeypatch.setattr(session, "Client", pool.client)
-    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1e9)
-    monkeypatch.setattr(step_budget, "MAX_WAIT_SHARE", 1e6)
+    monkeypatch.setattr(lookups, "MAX_BEGIN_S", 1e9)
+    monkeypatch.setattr(lookups, "MAX_WAIT_SHARE", 1e6)
     extra = {"endpoint": "127.0.0.1:1", "lookup_timeout_ms": 5_000, "decline_slow_loads": False}
     extra["promotion_wait_ms"] = PROMOTION_WAIT_MS
     core = Core(vllm_config(), extra, cache_config(num_blocks=NUM_BLOCKS)).connected()

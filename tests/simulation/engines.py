@@ -58,7 +58,6 @@ from vllm_plugin.scheduler import (
     lookups,
     resets,
     scheduler,
-    step_budget,
     store_jobs,
     stores,
 )
@@ -413,7 +412,6 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         lookups,
         resets,
         loads,
-        step_budget,
         store_jobs,
         stores,
         transfer,

@@ -15,10 +15,10 @@ from kvpool.client.client import Client
 from kvpool.client.handles import PendingLookup
 from kvpool.client.rpc import PoolRpc
 from vllm_plugin.model.groups import Geometry
-from vllm_plugin.scheduler.admission import Admission
+from vllm_plugin.scheduler.admission import Admission, PromotionWait
 from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Lookups, PromotionWait, RequestLookup
+from vllm_plugin.scheduler.lookups import Lookups, RequestLookup
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import Events, PoolContents
 from vllm_plugin.scheduler.resets import Resets
@@ -49,7 +49,7 @@ PLACES: dict[type, tuple[str, ...]] = {
     PendingLookup: ("result", "done", "on_done"),
     PoolContents: ("missing", "stored", "was_stored"),
     PoolRpc: ("lookup_async", "put_start", "put_end", "locate", "release_quietly", "check", "revoke_quietly"),
-    PromotionWait: ("lasts", "has_ended"),
+    PromotionWait: ("lasts", "answer_s"),
     ReceiveThread: ("_transfer", "_get", "_namespace"),
     RequestLookup: ("leased", "must_be_sent_again"),
     Resets: ("finish",),

@@ -35,19 +35,19 @@ if importlib.util.find_spec("vllm") is None:
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a busy machine takes does not end a step's budget: what is asked for begins in the step that asks."""
-    from vllm_plugin.scheduler import step_budget
+    from vllm_plugin.scheduler import lookups
 
-    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1.0)
+    monkeypatch.setattr(lookups, "MAX_BEGIN_S", 1.0)
 
 
 @pytest.fixture
 def answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lookup is sent and answered in one step: which requests share a step must not depend on the machine."""
-    from vllm_plugin.scheduler import step_budget
+    from vllm_plugin.scheduler import lookups
 
     for name in ("MAX_WAIT_SHARE", "ASYNC_WAIT_SHARE"):
-        monkeypatch.setattr(step_budget, name, 1e6)
-    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 10.0)
+        monkeypatch.setattr(lookups, name, 1e6)
+    monkeypatch.setattr(lookups, "MAX_BEGIN_S", 10.0)
 
 
 @pytest.fixture

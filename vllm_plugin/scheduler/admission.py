@@ -9,7 +9,7 @@ A question takes these steps in order, each once:
   5. `Loads`: is there room, should every load fail?         not now -> ask again
 
 vLLM may throw an answer away, cut it, or ask again with every step, so asking again costs nothing and changes nothing.
-Each "ask again" needs the step's budget (`step_budget.py`); without it the request is computed.
+Each "ask again" needs the step's budget (`StepBudget`); without it the request is computed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.kinds import Found, longest
 from vllm_plugin.scheduler.load_policy import PrefillQueue
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Lookups, PromotionWait, RequestLookup
+from vllm_plugin.scheduler.lookups import Lookups, RequestLookup, StepBudget
 from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.stages import Stages
-from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.scheduler.telemetry import ComputedTokens, RequestSpans
 
 if TYPE_CHECKING:
@@ -41,6 +40,55 @@ if TYPE_CHECKING:
 MAX_STEPS_AHEAD = 4
 """Requests are looked up ahead until they ask for what so many full steps compute. What they find is leased while they
 wait, and a small pool has nothing else to evict."""
+STUCK_S = 0.25
+"""A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
+MAX_ANSWER_S = 0.2
+"""The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
+
+
+class PromotionWait:
+    """The wait of one request, over all its lookups, for blocks on their way up from a tier.
+
+    A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. Times are
+    monotonic seconds.
+
+    Args:
+        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
+
+    Attributes:
+        began_at: when an answer first said that blocks are on their way; infinite until then.
+        due_at, ends_at: when to ask again, and when the wait ends.
+    """
+
+    def __init__(self, wait_s: float):
+        self.began_at = self.due_at = self.ends_at = math.inf
+        self._num_ready = -1
+        self._progress_at = -math.inf
+        self._wait_s = wait_s
+
+    def lasts(
+        self, now: float, num_ready: int, compute_s: float, retry_s: float, asked_at: float | None = None
+    ) -> bool:
+        """Whether to ask again, after an answer with blocks on their way.
+
+        Args:
+            num_ready: blocks that are ready, in any measure that grows with them.
+            compute_s: of computing the blocks on their way; infinite while unknown.
+            retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
+            asked_at: when the pool was asked that could wait with its answer, and is asked again `retry_s` later at the
+                earliest; None for the first answer.
+        """
+        if math.isinf(self.began_at):
+            self.began_at, self.ends_at = now, now + self._wait_s
+        if num_ready > self._num_ready:
+            self._num_ready, self._progress_at = num_ready, now
+        self.ends_at = min(self.ends_at, now + compute_s)
+        self.due_at = now if asked_at is None else asked_at + retry_s
+        return now + retry_s < self.ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
+
+    def answer_s(self, now: float) -> float:
+        """How long the pool may wait for the tier before it answers, so that its answer comes before the end."""
+        return min(MAX_ANSWER_S, max(0.0, self.ends_at - now) / 2)
 
 
 @dataclass(slots=True)
@@ -49,11 +97,9 @@ class Candidate:
 
     Args:
         lookup: the newest.
-        wait: for blocks on their way up from a tier, over all lookups of the request.
         asked: tokens that the engine had itself when vLLM asked last.
         boundary: the longest hit; `lookup.local` if there is none, or none that is worth its load.
-        verdict: how many tokens of the hit are worth loading; None until it was judged.
-        most: nothing is loaded beyond this token.
+        most: nothing is loaded beyond this token; infinite until the hit was judged.
         is_declined: a part of the hit is computed, or all of it.
         is_waiting: the newest answer is not final, because blocks on their way up are waited for.
         coming_tokens: by how many tokens such blocks would lengthen the hit.
@@ -64,7 +110,6 @@ class Candidate:
     wait: PromotionWait
     asked: int
     boundary: int
-    verdict: int | None = None
     most: float = math.inf
     is_declined: bool = False
     is_waiting: bool = False
@@ -79,7 +124,6 @@ class Admission:
     Args:
         queue: requests that vLLM has not asked about yet are looked up ahead.
         contents: told of the blocks that a lookup has found missing.
-        computed: told why a request is computed.
 
     Attributes:
         candidates: requests that were looked up and have no blocks yet, by id. Only this class changes one.
@@ -231,8 +275,7 @@ class Admission:
             return None
         candidate = Candidate(lookup, PromotionWait(self._config.promotion_wait_ms / 1000), asked=local, boundary=local)
         if before is not None:
-            candidate.verdict, candidate.most, candidate.wait = before.verdict, before.most, before.wait
-            candidate.is_declined = before.is_declined
+            candidate.wait, candidate.most, candidate.is_declined = before.wait, before.most, before.is_declined
         self.candidates[request.request_id] = candidate
         return candidate
 
@@ -285,10 +328,10 @@ class Admission:
     def _go_on_waiting(self, candidate: Candidate) -> None:
         """Ends the wait for blocks on their way up, or sends the lookup again, when that is due."""
         now, wait, lookup = time.monotonic(), candidate.wait, candidate.lookup
-        if wait.has_ended(now):
+        if now >= wait.ends_at:
             self._accept(candidate)
             return
-        is_due = not lookup.calls and wait.is_due(now) and self._budget.may_begin
+        is_due = not lookup.calls and now >= wait.due_at and self._budget.may_begin
         if is_due and not self._lookups.send_again(lookup, wait.answer_s(now)):
             self._give_up(candidate)
 
@@ -332,9 +375,8 @@ class Admission:
     def _judge(self, request_id: str, candidate: Candidate, limit: int) -> None:
         """Decides once per hit how much of it is worth its load, and cuts it there."""
         asked, lookup = candidate.asked, candidate.lookup
-        if candidate.verdict is None and candidate.boundary > asked:
-            candidate.verdict = self._loads.verdict(request_id, asked, candidate.boundary)
-            candidate.most = asked + candidate.verdict
+        if math.isinf(candidate.most) and candidate.boundary > asked:
+            candidate.most = asked + self._loads.verdict(request_id, asked, candidate.boundary)
             candidate.is_declined = candidate.most < candidate.boundary
         if candidate.most < candidate.boundary:
             limit = min(limit, int(candidate.most))

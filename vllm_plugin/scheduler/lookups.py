@@ -4,7 +4,7 @@
 answer. Every pipeline stage has a namespace of its own; a block is in the pool if every stage has it.
 
 A lookup may be sent again, while blocks are on their way up from a tier. The leases of an answer are kept until the
-next answer has brought its own, so that the ready blocks stay ready.
+next answer has brought its own, so that the ready blocks stay ready. `StepBudget` bounds what all this may cost a step.
 """
 
 from __future__ import annotations
@@ -25,28 +25,107 @@ from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.kinds import Found, Kind
 from vllm_plugin.scheduler.stages import Stages
-from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.session import Session
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-STUCK_S = 0.25
-"""A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
-MAX_ANSWER_S = 0.2
-"""The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
+MIN_WAIT_S, MAX_WAIT_SHARE, ASYNC_WAIT_SHARE = 0.5e-3, 0.1, 0.25
+"""All lookups of one step together wait so long for their answers, and this part of a step for answers that are due:
+more of a short step with asynchronous scheduling, where the device works meanwhile. A request whose answer comes later
+waits for a whole step."""
+MAX_BEGIN_S = 1e-3
+"""Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
+receives no more answers. What has begun costs as much again later: in the metadata, and when it ends."""
+SHORT_STEP_S, LONG_STEP_S = 0.05, 0.25
+"""`MAX_BEGIN_S` is 2 % of a short step. A longer step has more in proportion, as its requests wait longer for the next
+one; up to that of a long step, since the engine may have been idle."""
+WALK_S = 15e-6
+WALK_TOKEN_S = 55e-9
+"""Measured: 1.75 ms for 32,768 tokens."""
+MAX_WALKS_S = 2e-3
+"""Bound for requests that wait for room or for blocks on their way up from a tier, which may take seconds."""
+MAX_LOOKUP_WALKS_S = 10e-3
+"""Bound for all requests that wait. A lookup is answered by the next step as a rule, and a request has one."""
+
+
+class StepBudget:
+    """What the connector may cost one step of the engine: time of the scheduler's thread, and repeated prefix searches.
+
+    Every answer "ask again" makes vLLM search (walk) the request's prefix in its own cache once more, with the next
+    step: `WALK_TOKEN_S` for every token that the engine has itself, on the scheduler's thread, for as long as the
+    request waits. Beyond the bounds a request is computed instead of waiting. One request may always wait.
+    """
+
+    def __init__(self, recorder: Recorder, *, is_async: bool = False) -> None:
+        self._recorder, self._is_async = recorder, is_async
+        self._spent_s = self._waited_s = self._walks_s = 0.0
+        self._lasted_s = self._answer_s = self._began_at = 0.0
+        self._step_began_at = time.monotonic()
+
+    def new_step(self) -> None:
+        """The step that is being scheduled is over."""
+        now = time.monotonic()
+        self._lasted_s, self._step_began_at = now - self._step_began_at, now
+        self._spent_s = self._waited_s = self._walks_s = 0.0
+
+    @property
+    def _step_s(self) -> float:
+        """How long the step is taken to be: as the last one, or as the time since that was scheduled, if it is longer.
+
+        Behind an idle time vLLM schedules two steps at once.
+        """
+        return min(max(self._lasted_s, time.monotonic() - self._step_began_at), LONG_STEP_S)
+
+    def __enter__(self) -> None:
+        """A call of the connector begins; calls do not nest."""
+        self._began_at = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent_s += time.monotonic() - self._began_at
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a lookup or a load may begin in this step."""
+        return self._spent_s < max(1, self._step_s / SHORT_STEP_S) * MAX_BEGIN_S
+
+    def wait_s(self, sent_at: float) -> float:
+        """How long a lookup may wait for its answer now."""
+        wait_s = MAX_WAIT_SHARE * self._step_s
+        if self._is_async:
+            wait_s = max(wait_s, ASYNC_WAIT_SHARE * min(self._step_s, SHORT_STEP_S))
+        least_s, most_s = (most - self._waited_s for most in (MIN_WAIT_S, wait_s))
+        is_due = sent_at + self._answer_s < time.monotonic() + most_s
+        return max(0.0, least_s, most_s if is_due else 0.0)
+
+    def answered(self, seconds: float) -> None:
+        """So long after it was sent a lookup was answered."""
+        self._answer_s += (seconds - self._answer_s) / 8
+
+    def waited(self, seconds: float) -> None:
+        self._waited_s += seconds
+        self._spent_s -= seconds  # The call that waits counts it, too.
+
+    def may_wait(self, local_tokens: int, is_lookup: bool = False) -> bool:
+        """Whether one more request may be told to ask again, for a lookup's answer if `is_lookup`; counts it if so."""
+        walk_s = WALK_S + WALK_TOKEN_S * local_tokens
+        bound_s = MAX_LOOKUP_WALKS_S if is_lookup else MAX_WALKS_S
+        if self._walks_s and self._walks_s + walk_s > bound_s:
+            self._recorder.add("declined_waits")
+            return False
+        self._walks_s += walk_s
+        return True
 
 
 def availability(kind: Kind, first: int, length: int, stages: Iterable[RunHits]) -> tuple[Found, Found]:
-    """Which of the blocks of one group that were asked for every stage has; and which once all are ready that may come.
+    """Which blocks of one group every stage has; and which once all are ready that may come.
 
     An answer says how many blocks are on their way up from a tier. For a group that needs its whole prefix they are
     taken to be those right behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit.
     For any other kind one of them may be all that a hit lacks, whichever it is.
 
     Args:
-        first: index of the first block that was asked for.
-        length: how many blocks were asked for.
+        first, length: the blocks that were asked for: index of the first, and how many.
     """
     ready = coming = everything = (1 << length) - 1
     for hits in stages:
@@ -66,17 +145,15 @@ class RequestLookup:
     Args:
         local: tokens that the engine had itself when the lookup was sent.
         limit: tokens that the hit may not exceed.
-        runs: blocks that were asked for, one run per group.
+        runs, firsts: blocks that were asked for, one run per group, and the index of each run's first block.
         probes: the last block of each group that the engine had itself.
-        firsts: index of each run's first block.
         traceparent: of the lookup's span; empty if it has none.
 
     Attributes:
         question: the runs and the probes, as they are sent each time.
         sent_at, answered_at: monotonic seconds of the last sending, and of its answer; vLLM may ask long after that.
         calls: one per stage, while they are under way; empty once answered.
-        answers: the newest, one per stage.
-        lease_ids: one per stage, of the newest answer.
+        answers, lease_ids: the newest, one per stage.
         good_until: by when a load must have begun; then the lookup is sent again.
         ready, promised: one per group, by the newest answer: see `availability`.
         found: `ready`; empty without leases, which alone keep the blocks there.
@@ -129,65 +206,11 @@ class RequestLookup:
         return self.local > local or (not self.calls and time.monotonic() > self.good_until)
 
 
-class PromotionWait:
-    """The wait of one request, over all its lookups, for blocks on their way up from a tier.
-
-    A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. `now` is
-    monotonic seconds.
-
-    Args:
-        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
-
-    Attributes:
-        began_at: when an answer first said that blocks are on their way; infinite until then.
-    """
-
-    def __init__(self, wait_s: float):
-        self.began_at = math.inf
-        self._ends_at = math.inf
-        self._due_at = math.inf
-        self._num_ready = -1
-        self._progress_at = -math.inf
-        self._wait_s = wait_s
-
-    def lasts(
-        self, now: float, num_ready: int, compute_s: float, retry_s: float, asked_at: float | None = None
-    ) -> bool:
-        """Whether to ask again, after an answer with blocks on their way.
-
-        Args:
-            num_ready: blocks that are ready, in any measure that grows with them.
-            compute_s: of computing the blocks on their way; infinite while unknown.
-            retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
-            asked_at: when the pool was asked that could wait with its answer, and is asked again `retry_s` later at the
-                earliest; None for the first answer.
-        """
-        if math.isinf(self.began_at):
-            self.began_at, self._ends_at = now, now + self._wait_s
-        if num_ready > self._num_ready:
-            self._num_ready, self._progress_at = num_ready, now
-        self._ends_at = min(self._ends_at, now + compute_s)
-        self._due_at = now if asked_at is None else asked_at + retry_s
-        return now + retry_s < self._ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
-
-    def is_due(self, now: float) -> bool:
-        """Whether it is time to ask again."""
-        return now >= self._due_at
-
-    def answer_s(self, now: float) -> float:
-        """How long the pool may wait for the tier before it answers, so that its answer comes before the end."""
-        return min(MAX_ANSWER_S, max(0.0, self._ends_at - now) / 2)
-
-    def has_ended(self, now: float) -> bool:
-        return now >= self._ends_at
-
-
 @dataclass(eq=False)
 class Lookups:
     """Sends the lookups of an engine, and receives their answers.
 
     Args:
-        budget: how long the calls of one step may wait for answers.
         traceparent_of: of the span of a request's lookup, by the request's id; empty if it has none.
     """
 

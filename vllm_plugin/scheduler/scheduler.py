@@ -1,6 +1,6 @@
 """The scheduler's side of the connector: lookups, loads and stores of one engine.
 
-What its calls may cost a step is bounded (`step_budget.py`). The file stands in the order of a request's way: lookup,
+What its calls may cost a step is bounded (`StepBudget`). The file stands in the order of a request's way: lookup,
 load, store, end.
 """
 
@@ -22,12 +22,11 @@ from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.hints import Hints
 from vllm_plugin.scheduler.load_policy import PrefillQueue, Stage
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.lookups import Lookups, StepBudget
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import Events, PoolContents
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
-from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores
 from vllm_plugin.scheduler.telemetry import ComputedTokens, Reporter, RequestSpans

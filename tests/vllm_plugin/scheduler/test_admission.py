@@ -17,8 +17,8 @@ from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, stored, wait_for_leases
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.scheduler import admission, lookups
-from vllm_plugin.scheduler.lookups import STUCK_S
-from vllm_plugin.scheduler.step_budget import StepBudget
+from vllm_plugin.scheduler.admission import STUCK_S
+from vllm_plugin.scheduler.lookups import StepBudget
 
 RETRY_S = 0.02
 

@@ -26,7 +26,7 @@ from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, sto
 from tests.vllm_plugin.kinds import kv_cache, state, window
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
-from vllm_plugin.scheduler import step_budget
+from vllm_plugin.scheduler import lookups
 from vllm_plugin.scheduler.load_policy import Stage
 from vllm_plugin.scheduler.pool_contents import Events
 
@@ -66,8 +66,8 @@ def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
 
 @pytest.fixture
 def one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_budget, "MAX_WALKS_S", 0.0)
-    monkeypatch.setattr(step_budget, "MAX_LOOKUP_WALKS_S", 0.0)
+    monkeypatch.setattr(lookups, "MAX_WALKS_S", 0.0)
+    monkeypatch.setattr(lookups, "MAX_LOOKUP_WALKS_S", 0.0)
 
 
 @pytest.mark.usefixtures("one_waits")

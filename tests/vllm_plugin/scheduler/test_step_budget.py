@@ -8,15 +8,15 @@ import pytest
 
 from tests.support.clock import FakeClock
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.scheduler import step_budget
-from vllm_plugin.scheduler.step_budget import LONG_STEP_S, MAX_WAIT_SHARE, MAX_WALKS_S, MIN_WAIT_S, WALK_S, StepBudget
+from vllm_plugin.scheduler import lookups
+from vllm_plugin.scheduler.lookups import LONG_STEP_S, MAX_WAIT_SHARE, MAX_WALKS_S, MIN_WAIT_S, WALK_S, StepBudget
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    monkeypatch.setattr(step_budget, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1e-3)
+    monkeypatch.setattr(lookups, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(lookups, "MAX_BEGIN_S", 1e-3)
     return clock
 
 

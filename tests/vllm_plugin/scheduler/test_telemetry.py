@@ -36,7 +36,7 @@ from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from tests.vllm_plugin.kinds import kv_cache, window
 from vllm_plugin.scheduler import telemetry
-from vllm_plugin.scheduler.step_budget import StepBudget
+from vllm_plugin.scheduler.lookups import StepBudget
 from vllm_plugin.scheduler.telemetry import ReportLog, computed_tokens
 
 LENGTH = 100
