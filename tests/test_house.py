@@ -14,7 +14,6 @@ AT_THE_ROOT = {
     "kvpool_server": {"__init__.py", "__main__.py", "py.typed"},
     "vllm_plugin": {
         "__init__.py",
-        "breaker.py",
         "config.py",
         "connector.py",
         "metadata.py",

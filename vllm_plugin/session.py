@@ -1,7 +1,7 @@
 """The connection of one process to its pool: opened in the background, and opened again whenever it is lost.
 
 No caller waits for the connection: `namespace` is None while the pool is away, and every path treats that as a miss.
-The breaker (`breaker.py`) decides when the pool is away; this module makes the probes, in a thread of its own.
+`Breaker` decides when the pool is away; `Session` makes the probes, in a thread of its own.
 
 A probe opens the namespace, and then needs `PROBE_PINGS` pings answered, each within the timeout of a lookup: a slower
 pool would answer no lookup in time. So a pool that has stopped answering costs a request one lookup timeout at most,
@@ -10,6 +10,7 @@ and after `FAILURES_TO_OPEN` such requests it costs nothing.
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 import threading
@@ -24,15 +25,20 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
 from kvpool.client.transport_choice import KEPT_S
+from kvpool.protocol import errors
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.namespace import Difference, NamespaceSpec, differences
 from kvpool.protocol.text import opened_text
 from kvpool.protocol.wire import decode_spec
-from vllm_plugin.breaker import Breaker
 from vllm_plugin.metrics import Recorder
 
 logger = init_logger("vllm.kvpool.session")
 
+FAILURES_TO_OPEN = 3
+FIRST_WAIT_S = 0.25
+MAX_RETRY_S = 5.0
+MAX_FLAP_WAIT_S = 60.0
+STABLE_S = 60.0
 OPEN_TIMEOUT_MS = 2_000
 PROBE_PINGS = 3
 PING_EVERY_S = 2.0
@@ -40,29 +46,128 @@ EXPLAIN_EVERY_S = 10.0
 """The list of namespaces is fetched at most so often, however many engines come and go."""
 MAX_EXPLAINED = 16
 """Differences that one session logs; an engine of a busy pool would fill its log otherwise."""
-LISTING = "ListNamespaces"
+MAX_DIFFERENCES, MAX_WORDS = 8, 200
+"""Differences that one line of the log says, and characters of each: another namespace may have thousands of fields."""
 MAY_NOT_LIST = (
     "its certificate or token may not list namespaces, so it cannot say why blocks of other engines are not read; with "
     "the role tenant-operator, `kvpool doctor` and `kvpool namespaces --diff` can"
 )
 AWAY = "kvpool is away: the engine computes without the pool and retries in the background: %s"
-MAX_WORDS = 200
-"""Characters of what the log says of one difference between namespaces."""
-MAX_DIFFERENCES = 8
-"""Differences that one line of the log says: a namespace of another engine may have thousands of fields."""
+
+_GONE = (errors.UnavailableError, errors.UnknownNamespaceError)
+_USELESS = (
+    errors.PoolTimeoutError, errors.ChecksumError, errors.LeaseExpiredError, errors.TransferError,
+    errors.InvalidReplyError,
+)  # fmt: skip
+
+
+class State(enum.Enum):
+    """Whether calls go through, and whether a probe is under way."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    """A circuit breaker: decides when to stop calling the pool, and when to probe it again. It makes no calls itself.
+
+    It begins open: a pool is used once it has answered a probe. Calls go through only while it is closed.
+
+      closed -> open       the pool is unreachable or breaks the protocol, or `FAILURES_TO_OPEN` calls of one kind
+                           failed in a row
+      open -> half-open    the wait is over, and a probe is under way in the background
+      half-open -> closed  the probe found a pool that answers in time
+      half-open -> open    the probe failed: the wait doubles, up to `MAX_RETRY_S`
+
+    After opening the breaker waits `FIRST_WAIT_S`. Where calls failed, the wait is twice as long each time that the
+    breaker had not been closed for `STABLE_S` before, up to `MAX_FLAP_WAIT_S`: a pool that answers probes and fails
+    calls is tried about once a minute, at the price of `FAILURES_TO_OPEN` calls. A pool that is unreachable costs no
+    call, however often it restarts, and is probed every `MAX_RETRY_S`.
+
+    Why no library: pybreaker 1.4 and purgatory 3.0 probe with a caller's own request and wait a fixed time; only the
+    counter would be left of them. Not thread-safe: the session holds a lock. `clock` tells monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.state = State.OPEN
+        self._failures: dict[str, int] = {}
+        self._closed_at = -math.inf
+        self._flap_wait_s = FIRST_WAIT_S
+        self._retry_wait_s = 0.0
+        self._probe_at = clock()
+
+    def succeeded(self, call: str) -> None:
+        """A call succeeded. A load proves lookup, transfer and checksum; any other call proves only itself."""
+        if call == "load":
+            self._failures.clear()
+        else:
+            self._failures.pop(call, None)
+
+    def failed(self, call: str, error: KVPoolError) -> bool:
+        """A call failed; True if that opens the breaker.
+
+        Errors that say nothing about the next call (a full pool, a malformed request) do not count. A draining server's
+        refusal of a lookup opens the breaker. Its refusal of a store does not: loads under leases of before still
+        succeed. Failures are counted by kind of call, so that stores that succeed cannot hide loads that always fail.
+        """
+        if self.state is not State.CLOSED:
+            return False  # A call that began before it opened.
+        now, wait_s = self._clock(), FIRST_WAIT_S
+        if isinstance(error, _USELESS):
+            self._failures[call] = self._failures.get(call, 0) + 1
+            # A server that breaks the protocol once has another release, or another mind.
+            if self._failures[call] < FAILURES_TO_OPEN and not isinstance(error, errors.InvalidReplyError):
+                return False
+            if now - self._closed_at < STABLE_S:
+                wait_s = min(2 * self._flap_wait_s, MAX_FLAP_WAIT_S)
+            self._flap_wait_s = wait_s
+        elif not isinstance(error, _GONE) or (isinstance(error, errors.DrainingError) and call != "lookup"):
+            return False
+        self._retry_wait_s = min(wait_s, MAX_RETRY_S)
+        self.state = State.OPEN
+        self._probe_at = now + wait_s
+        return True
+
+    def renew(self) -> None:
+        """Calls go to another namespace from now on: the breaker begins anew, with a probe at once."""
+        self.state = State.OPEN
+        self._failures.clear()
+        self._probe_at = self._clock()
+
+    def wait_s(self) -> float | None:
+        """Seconds until the next probe is due; None while the breaker is closed."""
+        return None if self.state is State.CLOSED else max(0.0, self._probe_at - self._clock())
+
+    def probe_began(self) -> None:
+        assert self.state is State.OPEN, self.state
+        self.state = State.HALF_OPEN
+
+    def probe_ended(self, succeeded: bool) -> None:
+        assert self.state is State.HALF_OPEN, self.state
+        now = self._clock()
+        if succeeded:
+            self.state = State.CLOSED
+            self._closed_at = now
+            self._failures.clear()
+        else:
+            self.state = State.OPEN
+            self._retry_wait_s = min(max(2 * self._retry_wait_s, FIRST_WAIT_S), MAX_RETRY_S)
+            self._probe_at = now + self._retry_wait_s
 
 
 class Session:
-    """Thread-safe.
+    """Keeps a namespace of the pool open. Thread-safe.
 
     Args:
         config: `timeout_ms` is the budget of a lookup.
         spec: of the namespace; one that is not known yet is waited for in the session's thread.
         name: for logs and the thread's name: "scheduler" or "worker 0".
-        explains: whether this session logs why nothing of other namespaces of the model is read; one an engine does.
+        explains: whether this session logs why nothing of other namespaces of the model is read.
 
     Attributes:
-        namespace: that is open; None while the pool is away, that is while the breaker is not closed.
+        namespace: None while the pool is away, that is while the breaker is not closed.
     """
 
     def __init__(
@@ -75,23 +180,21 @@ class Session:
         explains: bool = False,
     ):
         self.client = Client(config)
-        self._spec = spec if isinstance(spec, NamespaceSpec) else None
-        self._naming = None if isinstance(spec, NamespaceSpec) else spec
+        self._spec = None if isinstance(spec, Future) else spec
+        self._naming = spec if isinstance(spec, Future) else None
         self._name = name
         self._recorder = recorder or Recorder()
         self._breaker = Breaker()
-        self.namespace: Namespace | None = None
         self._tell: Callable[[Namespace | None], None] = lambda opened: None  # Until `when_open` sets a listener.
         self._said = ""  # The last logged error: a repeated error is logged once.
         self._explains = explains
         self._explained: set[tuple[str, ...]] = set()  # Of each difference, its fields.
-        self._num_opened = -1  # Namespaces that the pool had opened when it was last asked for the list of them.
+        self._num_opened = -1  # When the pool was last asked for its namespaces.
         self._explained_at = -math.inf
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         self._closed = threading.Event()
-        self._wanted.set()
-        self._recorder.set("breaker_open", 1)
+        self._want()
         self._thread = threading.Thread(target=self._keep_open, name=f"kvpool-session-{name}", daemon=True)
         self._thread.start()
 
@@ -108,11 +211,10 @@ class Session:
             tell(namespace)
 
     def report(self, error: KVPoolError | None, call: str = "") -> None:
-        """Records how a call ended, which may open the breaker.
+        """Records how a "lookup", "load", "store" or "ping" ended, which may open the breaker.
 
         Args:
             error: None if the call succeeded.
-            call: "lookup", "load", "store" or "ping". Consecutive failures are counted for each kind.
         """
         with self._lock:
             if error is None:
@@ -120,21 +222,23 @@ class Session:
                 return
             if not self._breaker.failed(call, error):
                 return
-            self.namespace = None
             self._said = str(error)
             self._recorder.add("breaker_openings")
-            self._recorder.set("breaker_open", 1)
-            self._wanted.set()
+            self._want()
         logger.warning(AWAY, error)
 
     def move(self, spec: NamespaceSpec) -> None:
         """Moves to another namespace, which is opened in the background."""
         with self._lock:
             self._spec = spec
-            self.namespace = None
             self._breaker.renew()
-            self._recorder.set("breaker_open", 1)
-            self._wanted.set()
+            self._want()
+
+    def _want(self) -> None:
+        """The breaker is open, and the session's thread is to open the namespace."""
+        self.namespace: Namespace | None = None
+        self._recorder.set("breaker_open", 1)
+        self._wanted.set()
 
     def close(self) -> None:
         """Ends the thread and the connection. Idempotent."""
@@ -164,15 +268,13 @@ class Session:
         if wait_s is None:
             if not self._wanted.wait(PING_EVERY_S):
                 self._ping()
-            return
-        if wait_s == 0:
+        elif wait_s == 0:
             self._probe()
-            return
-        attachment = self.client.attachment
-        attachment.away()
-        if attachment.choice is None:
-            self._tell(None)
-        self._closed.wait(min(wait_s, KEPT_S))  # The next turn calls `away` again, which then unmaps kept memory.
+        else:
+            self.client.attachment.away()
+            if self.client.attachment.choice is None:
+                self._tell(None)
+            self._closed.wait(min(wait_s, KEPT_S))  # The next turn calls `away` again, which then unmaps kept memory.
 
     def _ping(self) -> None:
         """Notices, before a request does, that the server is gone or has restarted."""
@@ -248,16 +350,14 @@ class Session:
     def _explain(self, namespace: Namespace, num_opened: int) -> None:
         """Logs why another engine's blocks of the same model cannot be read, where the pool has such a namespace.
 
-        The engine that was there first logs it too: each ping's answer tells whether a namespace was opened.
-
-        Args:
-            num_opened: namespaces that the pool has opened so far, of the tenant if callers have one.
+        The engine that was there first logs it too: each ping tells how many namespaces the pool has opened so far.
         """
-        now = time.monotonic()
+        now, spec = time.monotonic(), namespace.spec
         if not self._explains or num_opened == self._num_opened or now - self._explained_at < EXPLAIN_EVERY_S:
             return
         try:
-            if LISTING not in self.client.admin.whoami().methods:  # A call that is refused is a line in the audit log.
+            # A call that is refused is a line in the audit log.
+            if "ListNamespaces" not in self.client.admin.whoami().methods:
                 self._explains = False
                 logger.info("%s: %s", self._name, MAY_NOT_LIST)
                 return
@@ -265,7 +365,6 @@ class Session:
         except KVPoolError:
             return
         self._num_opened, self._explained_at = num_opened, now
-        spec = namespace.spec
         akin = [
             (differences(spec.listed(), decode_spec(info.spec)), info)
             for info in infos

@@ -113,7 +113,7 @@ def break_places(llm: LLM, places: Sequence[Sequence[str]], error: str, is_late:
         tuple((owners[owner], name) for owner, name in places), getattr(builtins, error), 1.0, is_late, 0
     )
     patch = pytest.MonkeyPatch()
-    patch.setattr("vllm_plugin.breaker.MAX_FLAP_WAIT_S", 0.25)  # The next test need not wait for a minute.
+    patch.setattr("vllm_plugin.session.MAX_FLAP_WAIT_S", 0.25)  # The next test need not wait for a minute.
     sabotage.apply(patch)
     _broken.append((sabotage, patch))
 

@@ -48,7 +48,7 @@ from tests.support.toy.engine import Rank, ToyEngine
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.model import Sequences, answer
 from tests.support.vllm_objects import make_request
-from vllm_plugin import breaker, session
+from vllm_plugin import session
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metrics import Guard
 from vllm_plugin.scheduler import (
@@ -61,6 +61,7 @@ from vllm_plugin.scheduler import (
     store_jobs,
     stores,
 )
+from vllm_plugin.session import Breaker
 from vllm_plugin.worker import transfer, worker
 
 FULL, WINDOW, CHUNK = (replace(spec, head_size=2, head_size_v=2) for spec in (shapes.FULL, shapes.WINDOW, shapes.CHUNK))
@@ -425,7 +426,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     # Reports only read counters; tests/vllm_plugin/scheduler/test_telemetry.py plays their losses and repetitions.
     patch.setattr(scheduler, "Reporter", lambda *_: SimpleNamespace(close=lambda: None))
     patch.setattr(session, "Client", functools.partial(SimClient, server))
-    patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, runtime.clock))
+    patch.setattr(session, "Breaker", functools.partial(Breaker, runtime.clock))
     patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=runtime.clock))
     ids = itertools.count(1)
     patch.setattr(resets, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))

@@ -20,7 +20,7 @@ from kvpool.protocol.types import BlockRun
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import make_request, tokens
-from vllm_plugin import breaker
+from vllm_plugin import session as session_module
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, StoreJob, WorkerMetadata
 from vllm_plugin.model.identity import namespace_spec
@@ -162,7 +162,7 @@ def stored(core: Core, name: str = "r") -> Request:
 
 def lose_pool(core: Core) -> None:
     """The pool is away, for the rest of the test."""
-    with patch.object(breaker, "FIRST_WAIT_S", 600.0):
+    with patch.object(session_module, "FIRST_WAIT_S", 600.0):
         for session in core.side.stages.sessions:
             session.report(UnavailableError("the test took the pool away"), "lookup")
 

@@ -25,7 +25,7 @@ from kvpool.protocol.errors import (
     UnknownNamespaceError,
 )
 from tests.support.clock import FakeClock
-from vllm_plugin.breaker import (
+from vllm_plugin.session import (
     FAILURES_TO_OPEN,
     FIRST_WAIT_S,
     MAX_FLAP_WAIT_S,

@@ -35,11 +35,11 @@ from tests.vllm_plugin.bugs import (
     step_until_loading,
     submitted,
 )
-from vllm_plugin import breaker
-from vllm_plugin.breaker import FAILURES_TO_OPEN
+from vllm_plugin import session
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import LoadJob
 from vllm_plugin.scheduler.loads import Loads
+from vllm_plugin.session import FAILURES_TO_OPEN
 from vllm_plugin.worker.transfer import ReceiveThread
 
 # KV is loaded after the zeroing of its blocks
@@ -133,7 +133,7 @@ def test_hits_that_one_rank_cannot_load_are_soon_computed_at_once(fresh_fleet: F
     fleet = fresh_fleet()
     fleet.start(tp_size=2).generate(*prompts)
     engine = fleet.start(tp_size=2)
-    with patch.object(breaker, "FIRST_WAIT_S", 600.0):
+    with patch.object(session, "FIRST_WAIT_S", 600.0):
         engine.ranks[1].worker.session.report(UnavailableError("the test took the pool away"), "load")
         for prompt in prompts:
             assert engine.generate(prompt) == [answer(prompt, 8)]

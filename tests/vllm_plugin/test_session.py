@@ -39,11 +39,9 @@ from tests.support.memory_files import mapped_bytes
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 from tests.support.workers import workers_stopped
-from vllm_plugin import breaker
 from vllm_plugin import session as session_module
-from vllm_plugin.breaker import FAILURES_TO_OPEN, State
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.session import OPEN_TIMEOUT_MS, Session
+from vllm_plugin.session import FAILURES_TO_OPEN, OPEN_TIMEOUT_MS, Session, State
 
 Open = Callable[..., Session]
 AT_ONCE_S = 5.0
@@ -143,7 +141,7 @@ def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_fou
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(breaker, "MAX_RETRY_S", 0.25)
+    monkeypatch.setattr(session_module, "MAX_RETRY_S", 0.25)
     endpoint = free_endpoint()
     server = pool_server("--listen", endpoint, "--drain-ms", "60000")
     session, run = open_session(endpoint), run_of("a")
@@ -307,7 +305,7 @@ def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
 def test_kept_memory_is_let_go_however_long_the_breaker_waits(
     open_session: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "FIRST_WAIT_S", breaker.MAX_FLAP_WAIT_S)
+    monkeypatch.setattr(session_module, "FIRST_WAIT_S", session_module.MAX_FLAP_WAIT_S)
     for module in (choice, session_module):
         monkeypatch.setattr(module, "KEPT_S", 0.2)
     with closing(KeptServer(tmp_path)) as server:
@@ -318,7 +316,7 @@ def test_kept_memory_is_let_go_however_long_the_breaker_waits(
         assert mapped_bytes(inode)
         for _ in range(FAILURES_TO_OPEN):
             session.report(PoolTimeoutError("too slow"), "load")
-        wait_for(lambda: not mapped_bytes(inode), "the kept memory to be let go", breaker.MAX_FLAP_WAIT_S / 4)
+        wait_for(lambda: not mapped_bytes(inode), "the kept memory to be let go", session_module.MAX_FLAP_WAIT_S / 4)
         assert session._breaker.state is State.OPEN
 
 
