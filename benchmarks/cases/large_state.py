@@ -84,7 +84,7 @@ def _marked(vllm_config: Any, geometry: Any) -> list[Row]:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-    from vllm_plugin.scheduler.peer_loads import PeerLoads
+    from vllm_plugin.scheduler.provenance import PeerLoads
 
     loads = PeerLoads(geometry.groups, _parts(vllm_config, geometry)[1])
     num_blocks = PROMPT_BLOCKS + NUM_STEPS // BLOCK_TOKENS + 1

@@ -17,7 +17,7 @@ from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.transport.chunk_sums import ChunkSums
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
-from vllm_plugin.scheduler import resets
+from vllm_plugin.scheduler import provenance
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
@@ -291,6 +291,6 @@ def one_store_in_pieces_begins_at_its_first_block_each_time(original: Any, self:
     return ((0, runs) for _, runs in original(self, max_blocks))
 
 
-@replaces(resets.Resets, "reset")
+@replaces(provenance.Resets, "reset")
 def a_reset_keeps_what_was_stored(original: Any, self: Any) -> bool:
     return True

@@ -56,7 +56,7 @@ from vllm_plugin.scheduler import (
     load_policy,
     loads,
     lookups,
-    resets,
+    provenance,
     scheduler,
     store_jobs,
     stores,
@@ -411,7 +411,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     for module in (
         admission,
         lookups,
-        resets,
+        provenance,
         loads,
         store_jobs,
         stores,
@@ -429,7 +429,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     patch.setattr(session, "Breaker", functools.partial(Breaker, runtime.clock))
     patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=runtime.clock))
     ids = itertools.count(1)
-    patch.setattr(resets, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
+    patch.setattr(provenance, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
     patch.setattr(transfer, "queue", runtime.queue())
 
     def broke(_: Guard, what: str, error: BaseException) -> None:

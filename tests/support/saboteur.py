@@ -19,9 +19,8 @@ from vllm_plugin.scheduler.admission import Admission, PromotionWait
 from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups, RequestLookup
-from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import Events, PoolContents
-from vllm_plugin.scheduler.resets import Resets
+from vllm_plugin.scheduler.provenance import PeerLoads, Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Retention, Stores

@@ -28,7 +28,7 @@ from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.kinds import window
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metrics import Guard
-from vllm_plugin.scheduler.peer_loads import PeerLoads
+from vllm_plugin.scheduler.provenance import PeerLoads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.scheduler.stores import Stores
 from vllm_plugin.worker.worker import KVPoolWorker

@@ -12,7 +12,7 @@ from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, stored
 from vllm_plugin.model.weights import Weights
-from vllm_plugin.scheduler import resets
+from vllm_plugin.scheduler import provenance
 
 
 def generate(engine: ToyEngine, prompt: list[int]) -> int:
@@ -79,7 +79,7 @@ def test_weights_that_cannot_be_read_are_nobody_elses(core: MakeCore) -> None:
 def test_a_request_does_not_wait_for_ever_for_ranks_that_tell_nothing(
     one: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resets, "CHECK_WITHIN_S", 0.1)
+    monkeypatch.setattr(provenance, "CHECK_WITHIN_S", 0.1)
     request = stored(one)
     assert one.side.reset()
     wait_for(lambda: one.side.matched_tokens(request, 0) == (0, False), "the request to be computed")

@@ -1,13 +1,21 @@
-"""Resets: after one, the weights of an engine may have changed, and the weights in memory tell whether they have.
+"""Which KV in an engine's blocks is what its namespace promises: after a reset, and beside other connectors.
 
-vLLM resets the connector together with its own prefix cache when it is asked to (`reset_connector`), when the engine
-goes to sleep, and when it is paused with `clear_cache`. `reset_prefix_cache()` alone leaves the connector out, and many
-RL frameworks call it after they have updated the weights. So the block pool's own reset is observed, too.
+Resets: after one, the weights of an engine may have changed. vLLM resets the connector together with its own prefix
+cache when it is asked to (`reset_connector`), when the engine goes to sleep, and when it is paused with `clear_cache`.
+`reset_prefix_cache()` alone leaves the connector out, and many RL frameworks call it after they have updated the
+weights. So the block pool's own reset is observed, too. After a reset every rank reports a digest of its weights, with
+the next step that a request waits for: by then weights that are replaced after the reset are there, and a sleeping
+engine, whose weights are not, is not asked. Weights that are what they were keep their namespace. Others are named by
+the ranks' digests, as are weights whose files nobody can read, so that engines with equal weights and ranks share.
 
-After a reset every rank reports a digest of its weights, with the next step that a request waits for: by then weights
-that are replaced after the reset are there, too, and a sleeping engine, whose weights are not, is not asked. Weights
-that are what they were keep their namespace. Others are named by the ranks' digests, as are weights whose files nobody
-can read, so that engines with equal weights and equal ranks share.
+Other connectors under a MultiConnector (peers): the pool gets none of the KV that they have loaded, nor what is
+computed from it. A peer may name KV by the model's path or by tokens alone, and keep it for longer than the weights;
+its load may fail, which is known only once others have read the blocks. So a request with tokens that a peer has loaded
+stores nothing, and its blocks from there on are marked. A request that finds a marked block in the engine's own cache
+stores nothing either, and its blocks from there on are marked, too. A block loses its mark when a request without
+marked blocks is given it to write. vLLM tells a connector what it may load itself, and not what others do. That is seen
+in the tokens that vLLM counts as computed, beyond those that it had itself when it asked. Without a load they can only
+be the part of a cached block, which vLLM then copies.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +32,7 @@ from vllm.logger import init_logger
 
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
+from vllm_plugin.model.groups import PoolGroup
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.store_jobs import StoreJobs, num_orphans
@@ -31,19 +40,22 @@ from vllm_plugin.scheduler.stores import Stores
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
-logger = init_logger("vllm.kvpool.resets")
+logger = init_logger("vllm.kvpool.provenance")
 
 CHECK_WITHIN_S = 30.0
 """Requests wait so long for the ranks' digests; later ones are computed."""
+
+Tables = Sequence[Sequence[int]]
 
 
 @dataclass(eq=False)
 class Resets:
     """Ends sharing at a reset of an engine, and resumes it in the namespace of the weights in memory.
 
-    A reset may move the engine to another namespace. No other engine's blocks are harmed: those in the old namespace
-    are correct for engines with the old weights.
+    No other engine's blocks are harmed: those in the old namespace are correct for engines with the old weights.
 
     Attributes:
         is_pending: blocks of the engine are from before a reset, or in doubt; nothing is loaded or stored until they
@@ -59,8 +71,7 @@ class Resets:
     _num_ranks: int
 
     def __post_init__(self) -> None:
-        self.is_pending = False
-        self._is_broken = False
+        self.is_pending = self._is_broken = False
         self._check = 0  # Number of the newest check of the weights; 0 is that of the start.
         self._named_check = -1  # Number of the newest check whose outcome named the namespace.
         self._asked_at: float | None = None  # When a request first waited for the check.
@@ -68,8 +79,23 @@ class Resets:
         self._is_own_cache_empty = True  # As vLLM's last reset of it has ended.
 
     def bind(self, block_pool: BlockPool) -> None:
+        """Observes every reset of a block pool.
+
+        The method of this one object is wrapped: vLLM offers no hook, and what a reset leaves behind (an empty map, an
+        event where events are on) would be seen too late, or be missed where a later release keeps the map.
+        """
         let_resets_pass(block_pool, self._jobs)
-        self._empty_own_cache = observe_resets(block_pool, self._own_cache_reset)
+        reset = self._empty_own_cache = block_pool.reset_prefix_cache
+
+        def reset_and_tell() -> bool:
+            succeeded = False
+            try:
+                succeeded = reset()
+            finally:
+                self._own_cache_reset(succeeded)
+            return succeeded
+
+        block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]
 
     @property
     def is_checked(self) -> bool:
@@ -155,11 +181,10 @@ class Resets:
         """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
         if not self.is_pending or self._is_broken or len(self._jobs) or not self._jobs.nothing_in_use():
             return
-        if not self._empty_own_cache():
-            return
-        self.is_pending, self._is_own_cache_empty = False, True
-        self._recorder.set("sharing_off", 0)
-        logger.info("kvpool: no KV block from before the reset is in use any more; KV sharing is on again")
+        if self._empty_own_cache():
+            self.is_pending, self._is_own_cache_empty = False, True
+            self._recorder.set("sharing_off", 0)
+            logger.info("kvpool: no KV block from before the reset is in use any more; KV sharing is on again")
 
     def _own_cache_reset(self, succeeded: bool) -> None:
         """vLLM's own prefix cache was reset, or would have been but for blocks that are in use.
@@ -173,26 +198,6 @@ class Resets:
                 self.reset()
         if part.failed:
             self.fail("a reset has failed")
-
-
-def observe_resets(block_pool: BlockPool, tell: Callable[[bool], None]) -> Callable[[], bool]:
-    """Has every reset of a block pool told, and whether it succeeded; returns the pool's own method.
-
-    The method of this one object is wrapped: vLLM offers no hook, and what a reset leaves behind (an empty map, an
-    event where events are on) would be seen too late, or be missed where a later release keeps the map.
-    """
-    reset = block_pool.reset_prefix_cache
-
-    def reset_and_tell() -> bool:
-        succeeded = False
-        try:
-            succeeded = reset()
-        finally:
-            tell(succeeded)
-        return succeeded
-
-    block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]
-    return reset
 
 
 def let_resets_pass(block_pool: BlockPool, jobs: StoreJobs) -> None:
@@ -229,3 +234,111 @@ def let_resets_pass(block_pool: BlockPool, jobs: StoreJobs) -> None:
             del block_pool.get_num_free_blocks  # The method of the class is back.
 
     block_pool.reset_prefix_cache = reset_despite_pins  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that was given blocks.
+
+    Args:
+        local: tokens that the engine had itself; None: vLLM has not asked, since the request's load has ended.
+        num_loaded: tokens that kvpool loads.
+    """
+
+    request: Request
+    local: int | None
+    num_loaded: int
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether vLLM counts more tokens as computed than the engine had, and kvpool loads none."""
+        return self.local is not None and not self.num_loaded and self.request.num_computed_tokens > self.local
+
+
+class PeerLoads:
+    """Finds KV that other connectors have loaded into an engine's blocks, and keeps it out of the pool."""
+
+    def __init__(self, groups: Sequence[PoolGroup], stores: Stores):
+        self._groups = groups
+        self._stores = stores
+        self._admitted: dict[str, Admitted] = {}  # Since the last step.
+        self._marked: set[int] = set()  # Blocks, by id.
+        self._first: dict[str, int] = {}  # Request with marked blocks -> the first token that is in one.
+
+    @property
+    def _is_behind(self) -> bool:
+        return bool(self._marked or self._first) or any(each.exceeds for each in self._admitted.values())
+
+    def missed_step(self) -> bool:
+        """A step's `prepare` has failed, or was not called; returns whether blocks may lack a mark."""
+        is_behind = self._is_behind
+        self._admitted.clear()
+        return is_behind
+
+    def admitted(self, request: Request, local: int | None, num_loaded: int) -> None:
+        self._admitted[request.request_id] = Admitted(request, local, num_loaded)
+
+    def finished(self, request_id: str) -> None:
+        self._admitted.pop(request_id, None)
+        self._first.pop(request_id, None)
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        """Marks the blocks of a step, before its stores are built, in vLLM's order: one may share those before it."""
+        state = output.kv_connector_block_state
+        if state is not None and self._is_behind:
+            running = output.scheduled_cached_reqs
+            for request_id, rows in zip(running.req_ids, running.new_block_ids, strict=True):
+                if rows and request_id not in self._admitted:
+                    change = self._marked.update if request_id in self._first else self._marked.difference_update
+                    change(*rows)
+            self._marked.discard(0)
+            copies = output.kv_cache_block_copies or ()
+            for copy in copies:
+                change_one = self._marked.add if copy.src_block_id in self._marked else self._marked.discard
+                change_one(copy.dst_block_id)
+            copied = {copy.dst_block_id for copy in copies}
+            for request_id, admitted in self._admitted.items():
+                self._judge(admitted, state.resolve_block_ids(request_id), copied)
+        self._admitted.clear()
+
+    def _judge(self, admitted: Admitted, tables: Tables, copied: set[int]) -> None:
+        request, local = admitted.request, admitted.local
+        request_id, first = request.request_id, self._first.get(request.request_id)
+        if local is not None:
+            exceeds = admitted.exceeds
+            if exceeds and any(not copied.isdisjoint(row) for row in self._from(tables, local)):
+                exceeds, local = False, request.num_computed_tokens
+            first = self._first_marked(tables, local)
+            if first is None and exceeds:
+                first = local
+        if first is None:
+            if self._first.pop(request_id, None) is not None:
+                self._stores.allow(request_id)
+            self._marked.difference_update(*tables)
+            return
+        if not self._marked:
+            logger.info("kvpool: another connector loads KV: requests that have such KV store nothing in the pool")
+        self._first[request_id] = first
+        self._stores.forbid(request_id)
+        self._marked.update(*self._from(tables, first))
+        self._marked.discard(0)
+
+    def _from(self, tables: Tables, first: int) -> list[Sequence[int]]:
+        """The blocks of a request from its token `first` on."""
+        return [
+            tables[member][first // group.kind.block_tokens :] for group in self._groups for member in group.members
+        ]
+
+    def _first_marked(self, tables: Tables, local: int) -> int | None:
+        """The first token of the first marked block among those that hold a request's first `local` tokens.
+
+        Where a request has just been given its blocks, those of states are at their positions, too.
+        """
+        sizes = [(group.kind.block_tokens, member) for group in self._groups for member in group.members]
+        marked = (
+            nth * size
+            for size, member in sizes
+            for nth, block_id in enumerate(tables[member][: -(-local // size)])
+            if block_id in self._marked
+        )
+        return min(marked, default=None)
