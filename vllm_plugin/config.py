@@ -87,11 +87,7 @@ class ConnectorConfig:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
-        """Reads `kv_connector_extra_config`.
-
-        Raises:
-            ConfigError: an unknown key, a value of a wrong type, or one out of bounds.
-        """
+        """Reads `kv_connector_extra_config`. Raises ConfigError for an unknown key or a bad value."""
         try:
             config = cls(**extra)
         except ValidationError as error:
@@ -130,13 +126,9 @@ class ConnectorConfig:
 
 
 def _tenant(tls: TlsFiles, tenant: str, token_file: str) -> str:
-    """The engine's tenant: that of its certificate. Raises ConfigError if a server would refuse what the engine has.
-
-    Args:
-        tenant, token_file: as they were given. With a token the server alone knows whose it is.
-    """
+    """The engine's tenant: that of its certificate. Raises ConfigError if a server would refuse what the engine has."""
     principal = read_identity(tls).principal
-    if token_file:
+    if token_file:  # The server alone knows whose it is.
         return tenant or (principal.tenant if principal is not None else "")
     if not tls.cert:
         raise ConfigError(

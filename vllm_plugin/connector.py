@@ -42,13 +42,9 @@ logger = init_logger("vllm.kvpool.connector")
 
 
 class KVPoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
-    """vLLM's v1 KV connector to a kvpool-server. One object is either the scheduler's side or a worker's.
+    """vLLM's v1 KV connector to a kvpool-server. One object is either the scheduler's side or a worker's."""
 
-    Attributes:
-        guard: reports hooks that fail; of the class, hooks of processes that have no side.
-    """
-
-    guard = Guard()
+    guard = Guard()  # Of processes that have no side.
 
     def __init__(self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig):
         from vllm_plugin.config import ConnectorConfig

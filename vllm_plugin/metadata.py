@@ -38,9 +38,8 @@ class GroupBlocks:
 
     Args:
         group_idx: index of the pool's group.
-        runs: the blocks' names in the pool; the blocks of a run follow each other in a prefix.
+        runs, firsts: the blocks' names in the pool, and the index of each run's first block in its prefix.
         block_ids: where the blocks lie in the engine: a row for each of the group's block tables, in the order of runs.
-        firsts: index of each run's first block in its prefix.
         leased: of a load: for each pipeline stage where the blocks lie, if the lookup's answer says it.
     """
 
@@ -82,7 +81,6 @@ class LoadJob:
         clock: of the host whose `time.monotonic` the ends of leases are by.
         seconds: of the transfer alone, in the slowest rank that has reported; 0 before its end.
         traceparent: of the load's span; empty if it has none.
-        is_unserved: see `WorkerMetadata.unserved_loads`.
     """
 
     request_id: str
@@ -100,7 +98,6 @@ class StoreJob:
     """Store blocks of the engine in the pool; they stay pinned until every rank has reported the job.
 
     Args:
-        weights_epoch: of the namespace that the job is meant for.
         adapter: digest of the LoRA adapter that the blocks' names contain; see `adapters.named`.
         traceparent: of the request's span; empty if it has none.
     """
@@ -123,7 +120,6 @@ class ConnectorMetadata(base.KVConnectorMetadata):
 
     Args:
         dropped_stores: ids of store jobs that a rank ends without storing them, unless the rank has begun them.
-        weights_epoch: of the namespace that the engine is in.
         weights_check: number of the check of the weights that is due; 0: none is.
     """
 

@@ -127,9 +127,8 @@ class Guard:
 def hook(recover: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a method, whose object or class has a `guard`, a hook that raises no Exception.
 
-    Args:
-        recover: called with the hook's arguments once it has failed: leaves nothing of the hook's work half done, and
-            returns what vLLM gets instead. Must not raise.
+    Once the method has failed, `recover` is called with its arguments: leaves nothing of the hook's work half done, and
+    returns what vLLM gets instead. `recover` must not raise.
     """
 
     def guarded_by(method: Callable[P, R]) -> Callable[P, R]:
@@ -152,7 +151,7 @@ def hook(recover: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, 
 class KVPoolStats(KVConnectorStats):
     """One interval: `data` maps a counter to its sum, a gauge to its highest, a histogram to its values.
 
-    vLLM aggregates over ranks and over time with the same call: a gauge must make sense with both, hence the highest.
+    The highest, since vLLM aggregates over ranks and over time with the same call.
     """
 
     guard = Guard()
@@ -187,13 +186,12 @@ class KVPoolStats(KVConnectorStats):
 
 CAUSE_PREFIX = "computed_tokens:"
 TALLIES = frozenset({"loaded_tokens", "load_seconds", "num_requests"})
-"""Counters that are reported to the server alone, by their names in `ReportRequest`."""
 REPORTED = TALLIES | {"saved_seconds", "lost_seconds", *(f"{CAUSE_PREFIX}{cause.label}" for cause in Cause)}
-"""Counters that are reported to the server."""
+"""Counters that are reported to the server, by their names in `ReportRequest`; `TALLIES` are reported there alone."""
 
 
 class Recorder:
-    """Collects from the connector's threads; `take` hands over what has come together, `totals` what is reported."""
+    """Counts for the connector's threads."""
 
     def __init__(self) -> None:
         self.guard = Guard(lambda: self.add("unexpected_errors"))
@@ -239,7 +237,7 @@ class Recorder:
 
 
 class KVPoolPromMetrics(KVConnectorPromMetrics):
-    """vLLM's Prometheus series of the connector, one an engine."""
+    """vLLM's Prometheus series of the connector."""
 
     guard = Guard()
 

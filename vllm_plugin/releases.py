@@ -42,11 +42,7 @@ def event_extra_keys(extra_keys: ExtraKeys) -> ExtraKeys | None:
 
 
 def check_contract() -> None:
-    """Refuses a vLLM whose connector contract cannot do what the connector needs.
-
-    Raises:
-        ConfigError: the contract lacks something.
-    """
+    """Raises ConfigError if vLLM's connector contract cannot do what the connector needs."""
     lacks = []
     if "kv_connector_block_state" not in SchedulerOutput.__dataclass_fields__:
         lacks.append(
