@@ -50,33 +50,25 @@ tell: a load waits for the step that it begins with, and is reported with a step
 
 
 class Stage(enum.Enum):
-    """Where a request is on its way to its first token."""
+    """Where a request is on its way to its first token: without blocks, waiting for its load, or being computed."""
 
-    WAITING = "arrived, and without blocks"
-    LOADING = "the rest is computed once its load has ended"
-    RUNNING = "computed in the order of arrival"
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
 
 
 class PrefillQueue:
-    """What waits for the device: prompt tokens that are not computed yet, by the stage of their request.
-
-    Args:
-        step_tokens: the most tokens that one step computes.
-
-    Attributes:
-        tokens: still to be computed, by stage; of waiting requests all, since their hits are not known.
-        computed_share: of the tokens of prompts, how many were computed lately.
-    """
+    """What waits for the device: prompt tokens that are not computed yet, by the stage of their request."""
 
     def __init__(self, step_tokens: float = math.inf) -> None:
-        self._step_tokens = step_tokens
+        self._step_tokens = step_tokens  # The most that one step computes.
         self._left: dict[Stage, dict[str, tuple[Request, int]]] = {stage: {} for stage in Stage}
         self._new: dict[str, Request] = {}  # Waiting requests that `next_waiting` has not returned.
-        self.tokens = dict.fromkeys(Stage, 0)
-        self.computed_share = 1.0
+        self.tokens = dict.fromkeys(Stage, 0)  # Of waiting requests all, since their hits are not known.
+        self._computed_share = 1.0  # Of the tokens of prompts, lately.
 
     def put(self, request: Request, stage: Stage, num_there: int = 0) -> None:
-        """A request is in another stage, or has the KV of more tokens; once all is there it leaves."""
+        """A request is in this stage, with the KV of so many tokens; once all is there it leaves."""
         self.drop(request.request_id)
         if (num_tokens := request.num_tokens - num_there) > 0:
             self._left[stage][request.request_id] = request, num_tokens
@@ -85,14 +77,13 @@ class PrefillQueue:
                 self._new[request.request_id] = request
 
     def drop(self, request_id: str) -> None:
-        """A request has ended, or is about to be in another stage."""
         self._new.pop(request_id, None)
         for stage, left in self._left.items():
             if request_id in left:
                 self.tokens[stage] -= left.pop(request_id)[1]
 
     def next_waiting(self) -> Request | None:
-        """The oldest waiting request that was not returned before; None: there is none."""
+        """The oldest waiting request that was not returned before, if there is one."""
         return self._new.pop(next(iter(self._new))) if self._new else None
 
     def admitted(self, request: Request, local: int, num_loaded: int) -> None:
@@ -100,7 +91,7 @@ class PrefillQueue:
         there = request.num_computed_tokens  # None, unless a load has ended.
         if not there:
             there = local + num_loaded
-            self.computed_share += (1 - there / request.num_tokens - self.computed_share) / 20
+            self._computed_share += (1 - there / request.num_tokens - self._computed_share) / 20
         self.put(request, Stage.LOADING if num_loaded else Stage.RUNNING, there)
 
     def step(self, scheduled: Mapping[str, int]) -> int:
@@ -122,9 +113,9 @@ class PrefillQueue:
         for other, (_, num_left) in waiting.items():
             if num_overtaking >= 0:
                 break
-            num_overtaking += self.computed_share * num_left * (other != request_id)
+            num_overtaking += self._computed_share * num_left * (other != request_id)
         own = waiting[request_id][1] if request_id in waiting else 0
-        num_tokens = self.computed_share * (self.tokens[Stage.WAITING] - own) + self.tokens[Stage.LOADING]
+        num_tokens = self._computed_share * (self.tokens[Stage.WAITING] - own) + self.tokens[Stage.LOADING]
         return len(waiting) - (own > 0) + len(loading), num_tokens, num_overtaking
 
 
@@ -150,27 +141,19 @@ class Load:
 
 @dataclass(eq=False)
 class LoadPolicy:
-    """Learns the rates of an engine's device and links, and judges hits by them.
-
-    Args:
-        queue: what waits for the device.
-        loading: the loads that have not ended, the oldest first.
-        max_load_s: what is expected to be there later is not loaded.
-        clock: monotonic seconds.
-    """
+    """Learns the rates of an engine's device and links, and judges hits by them."""
 
     recorder: Recorder
     queue: PrefillQueue
-    loading: Mapping[str, Load]
-    max_load_s: float = math.inf
+    loading: Mapping[str, Load]  # The loads that have not ended, the oldest first.
+    max_load_s: float = math.inf  # What is expected to be there later is not loaded.
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         # Began at, prefill tokens, all tokens; the oldest first.
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEPS_UNDER_WAY)
         self._ended_steps = deque([-math.inf] * STEPS_TO_REPORT, STEPS_TO_REPORT)  # When the last ones began.
-        self._device, self._hit_tokens = _Resource(), FULL_STEP_TOKENS
-        self._connection = NO_CONNECTION
+        self._device, self._connection = _Resource(), NO_CONNECTION
         self._links: defaultdict[str, _Resource] = defaultdict(_Resource)
 
     def step_began(self, num_prefill_tokens: int, num_other_tokens: int) -> None:
@@ -188,7 +171,7 @@ class LoadPolicy:
         # A step that mostly decodes is no measure of prefill.
         if num_prefill >= MIN_PREFILL_TOKENS and 2 * num_prefill >= num_tokens and seconds > 0:
             device.measured(num_prefill, seconds * num_prefill / num_tokens)
-            if num_prefill >= min(self._hit_tokens / 4, FULL_STEP_TOKENS):
+            if num_prefill >= FULL_STEP_TOKENS:
                 device.credit_s = 0.0
 
     def compute_seconds(self, num_tokens: int) -> float:
@@ -197,7 +180,7 @@ class LoadPolicy:
         # In steps too small to fill the device tokens look free, and are not.
         return num_tokens * max(device.unit_s, device.mean_s / device.mean_size / 2) if device.is_known else math.inf
 
-    def verdict(self, request_id: str, num_tokens: int, nbytes: int, connection: Connection = NO_CONNECTION) -> int:
+    def verdict(self, request_id: str, num_tokens: int, nbytes: int, connection: Connection) -> int:
         """How many of a hit's tokens, from its first on, are loaded; of one rank the hit has `nbytes`.
 
         To be called once a hit: calls are counted.
@@ -207,7 +190,7 @@ class LoadPolicy:
             self._connection, link.credit_s = connection, math.inf
         loads = [load for load in self.loading.values() if load.connection.transport == connection.transport]
         ahead = self.queue.tokens[Stage.RUNNING] + sum(prefill for _, prefill, _ in self._steps)
-        load_s, compute_s, self._hit_tokens = link.seconds(nbytes), self.compute_seconds(num_tokens), num_tokens
+        load_s, compute_s = link.seconds(nbytes), self.compute_seconds(num_tokens)
         share = num_tokens if len(loads) < MIN_LOADS else 0
         if link.is_known:
             wait_s = max(0.0, link.free_at(loads, self._ended_steps[0]) - self.clock()) + link.fixed_s / MARGIN
@@ -257,21 +240,19 @@ class LoadPolicy:
 
 
 class _Resource:
-    """The device or a link: how long its work takes, by size.
-
-    Attributes:
-        ended_at: when the work that was reported last had ended, in monotonic seconds.
-        credit_s: what trying may cost.
-        fixed_s, unit_s: of any work, and of each unit of its size.
-        mean_size, mean_s: of the work measured lately.
-        tells_sizes_apart: whether sizes were not too alike to tell how much of their time is fixed.
-    """
+    """The device or a link: how long its work takes, by size; `credit_s` is what trying it may cost."""
 
     def __init__(self) -> None:
-        self.ended_at, self.unit_s = -math.inf, 1e-12
-        self.credit_s = self.fixed_s = self.mean_size = self.mean_s = self._late_share = 0.0
-        self.is_known, self.tells_sizes_apart, self._num_measured = False, False, 0
+        self.ended_at = -math.inf  # When the work that was reported last had ended.
+        self.fixed_s, self.unit_s = 0.0, 1e-12
+        self.credit_s = self.mean_size = self.mean_s = self._late_share = 0.0
+        self.tells_sizes_apart = False  # Whether sizes were different enough to tell `fixed_s` from `unit_s`.
+        self._num_measured = 0
         self._sums = [0.0] * 5  # Of 1, size, seconds, size², size * seconds.
+
+    @property
+    def is_known(self) -> bool:
+        return self._num_measured >= MIN_LOADS
 
     def seconds(self, size: float) -> float:
         return self.fixed_s + self.unit_s * size
@@ -286,11 +267,12 @@ class _Resource:
         return free_at + 2 * late_s  # As late as it is, it may be again: else all hits would queue for a dead link.
 
     def measured(self, size: int, seconds: float) -> None:
-        """Learns from a piece of work: the less from earlier ones, the faster it was. One that stalled is left out,
-        unless a quarter of all did lately."""
-        size, seconds = max(1, size), max(1e-9, seconds)
-        keep, self._num_measured = DECAY, self._num_measured + 1
-        self.is_known = self._num_measured >= MIN_LOADS
+        """Learns from a piece of work: the less from earlier ones, the faster it was.
+
+        One that stalled is left out, unless a quarter of all did lately.
+        """
+        self._num_measured += 1
+        size, seconds, keep = max(1, size), max(1e-9, seconds), DECAY
         if self.mean_s:
             guesses = self.seconds(size), self.seconds(size) if self.tells_sizes_apart else self.mean_s
             is_late = seconds > FAR * max(guesses)
