@@ -36,28 +36,22 @@ logger = init_logger("vllm.kvpool.hints")
 
 KEY = "kvpool"
 """Of `kv_transfer_params`; other connectors have keys of their own."""
+KEYS = ("pin_s", "expire", "prefetch")
 MAX_PIN_S = 86_400
 MAX_WAITING = 256
 """Hints that wait to be told; further ones are lost."""
 TIMEOUT_MS = 5_000
 END_S = 1.0
 """How long `Hints.close` lets the waiting hints be told."""
-MAX_LOGGED = 16
-"""Different complaints that one engine logs, each once."""
-MAX_SHOWN = 64
-"""Characters of a key or value in the log."""
+MAX_LOGGED, MAX_SHOWN = 16, 64
+"""Different complaints that one engine logs, each once, and characters of a key or value in them."""
 MAX_UNKNOWN = 16
 """Unknown keys of one request that are refused by name; further ones are passed over."""
-KEYS = ("pin_s", "expire", "prefetch")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What one request says.
-
-    Args:
-        pin_s: seconds; 0: its prompt is not pinned.
-    """
+    """What one request says; its prompt is pinned for `pin_s` seconds, or not at all."""
 
     pin_s: int = 0
     expire: bool = False
@@ -94,8 +88,7 @@ def parse(params: object) -> tuple[RequestHints, list[str]]:
     return RequestHints(**values), refused
 
 
-_SHORT = reprlib.Repr()
-"""Cuts long strings and lists before their repr is made."""
+_SHORT = reprlib.Repr()  # Cuts long strings and lists before their repr is made.
 _SHORT.maxstring = _SHORT.maxlong = MAX_SHOWN
 
 
@@ -148,29 +141,30 @@ class Hints:
             self._send(hinted, HintKind.PREFETCH, self._runs(request, request.num_prompt_tokens))
 
     def admitted(self, request: Request) -> None:
-        hinted = self._hinted.get(request.request_id)
-        if hinted is not None and not hinted.is_admitted:
+        if (hinted := self._hinted.get(request.request_id)) is not None and not hinted.is_admitted:
             hinted.is_admitted = True
             self._pin(hinted)
 
+    def _of(self, request: Request) -> _Hinted | None:
+        """Of this request, not of an earlier one with the same id."""
+        hinted = self._hinted.get(request.request_id)
+        return hinted if hinted is not None and hinted.request is request else None
+
     def storing(self, request: Request) -> None:
-        if (hinted := self._hinted.get(request.request_id)) is not None and hinted.request is request:
+        if (hinted := self._of(request)) is not None:
             hinted.num_storing += 1
 
     def stored(self, request: Request, job: StoreJob, succeeded: bool) -> None:
         """A store of a request has ended, or was canceled."""
-        hinted = self._hinted.get(request.request_id)
-        if hinted is None or hinted.request is not request:
-            return
-        hinted.num_storing -= 1
-        if succeeded and hinted.hints.pin_s and not hinted.has_ended:
-            self._send(hinted, HintKind.PIN, self._prompt_part(request, job))
-        self._end(hinted)
+        if (hinted := self._of(request)) is not None:
+            hinted.num_storing -= 1
+            if succeeded and hinted.hints.pin_s and not hinted.has_ended:
+                self._send(hinted, HintKind.PIN, self._prompt_part(request, job))
+            self._end(hinted)
 
     def finished(self, request: Request) -> None:
         """A request has ended; its last stores are built."""
-        hinted = self._hinted.get(request.request_id)
-        if hinted is not None and hinted.request is request:
+        if (hinted := self._of(request)) is not None:
             hinted.has_ended = True
             self._end(hinted)
 
@@ -221,7 +215,7 @@ class Hints:
         return runs
 
     def _send(self, hinted: _Hinted, kind: HintKind, runs: Sequence[BlockRun]) -> None:
-        """Has the pool told of a prefix in the namespace of each stage; lost if the pool is away, or too many wait."""
+        """Has the pool told in the namespace of each stage; a hint is lost if the pool is away, or too many wait."""
         if not runs:
             return
         pin_s = hinted.hints.pin_s if kind is HintKind.PIN else 0

@@ -26,23 +26,14 @@ does not keep others from loading."""
 
 @dataclass
 class Loading(Load):
-    """A load under way.
-
-    Args:
-        num_blocks: of the engine, that its request needs if the load fails.
-    """
+    """A load under way, and how many of the engine's blocks its request needs if the load fails."""
 
     job: LoadJob
     num_blocks: int
 
 
 class Loads:
-    """Judges hits, and keeps account of an engine's loads from their begin to the last rank's report.
-
-    Attributes:
-        loading: loads under way, by request id.
-        new: loads that the ranks have yet to be given.
-    """
+    """Judges hits, and keeps account of an engine's loads from their begin to the last rank's report."""
 
     def __init__(
         self, geometry: Geometry, stages: Stages, config: ConnectorConfig, queue: PrefillQueue, recorder: Recorder
@@ -51,8 +42,8 @@ class Loads:
         self._geometry = geometry
         self._stages = stages
         self._decline = config.decline_slow_loads
-        self.loading: dict[str, Loading] = {}
-        self.new: list[LoadJob] = []
+        self.loading: dict[str, Loading] = {}  # Under way, by request id.
+        self.new: list[LoadJob] = []  # The ranks have yet to be given these.
         self._waiting_first = ""
         self._waiting_at = 0.0
         self.policy = LoadPolicy(recorder, queue, self.loading, config.load_timeout_ms / 1_000)
@@ -66,7 +57,7 @@ class Loads:
         return self.policy.verdict(request_id, stop - start, self._nbytes(start, stop), self._connection)
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """What computing so many tokens takes, for those who would wait for them instead: infinite where all wait."""
+        """What computing so many tokens takes; infinite while unknown, and where no load is declined."""
         return self.policy.compute_seconds(num_tokens) if self._decline else math.inf
 
     def has_room(self, request: Request) -> bool:
@@ -103,8 +94,7 @@ class Loads:
     ) -> bool:
         """A load of tokens [start, stop), those beyond the engine's own, goes to the ranks with this step.
 
-        Args:
-            tables: block ids of the request, one row for each of the engine's groups.
+        `tables` has the request's block ids, one row for each of the engine's groups.
 
         Returns: False if the pool lacks blocks that vLLM has allocated: it takes the hit in part, up to a boundary that
             cannot be resumed. Such a load has no leases, so it fails, and all is computed.
@@ -137,31 +127,25 @@ class Loads:
         return job
 
     def parts(
-        self,
-        request: Request,
-        lookup: RequestLookup,
-        tables: Sequence[Sequence[int]],
-        start_tokens: int,
-        stop_tokens: int,
+        self, request: Request, lookup: RequestLookup, tables: Sequence[Sequence[int]], start: int, stop: int
     ) -> list[GroupBlocks] | None:
-        """Blocks to load; None if the pool lacks some of those that vLLM has allocated. See `begin`."""
+        """Blocks of tokens [start, stop) to load; None if the pool lacks some of those that vLLM has allocated."""
         names = self._geometry.names
         if not names.are_known(request):
             return None
         parts = []
         for idx, group in enumerate(self._geometry.groups):
-            kind = group.kind
-            start, stop = start_tokens // kind.block_tokens, -(-stop_tokens // kind.block_tokens)
-            rows = [list(tables[member][start:stop]) for member in group.members]
+            first, end = start // group.kind.block_tokens, -(-stop // group.kind.block_tokens)
+            rows = [list(tables[member][first:end]) for member in group.members]
             # Before a window the table has the null block, which is never written.
-            first = next((nth for nth, ids in enumerate(zip(*rows, strict=True)) if all(ids)), stop - start)
-            rows = [row[first:] for row in rows] if first else rows
-            if not all(all(row) for row in rows) or not lookup.found[idx].has(start + first, stop):
+            num_null = next((nth for nth, ids in enumerate(zip(*rows, strict=True)) if all(ids)), end - first)
+            rows = [row[num_null:] for row in rows] if num_null else rows
+            first += num_null
+            if not all(all(row) for row in rows) or not lookup.found[idx].has(first, end):
                 return None
             if rows[0]:
-                run = names.run(request, idx, kind, start + first, stop)
-                leased = lookup.leased(idx, start + first, stop)
-                parts.append(GroupBlocks(idx, [run], rows, [start + first], leased))
+                run = names.run(request, idx, group.kind, first, end)
+                parts.append(GroupBlocks(idx, [run], rows, [first], lookup.leased(idx, first, end)))
         return parts
 
     def transferred(self, seconds: Mapping[str, float], unserved: Collection[str] = ()) -> None:

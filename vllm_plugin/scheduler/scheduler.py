@@ -53,8 +53,8 @@ class KVPoolScheduler:
         self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, config.share_adapters)
         self.budget = StepBudget(recorder, is_async=bool(vllm_config.scheduler_config.async_scheduling))
         self.stages = Stages(geometry.num_stages, config, recorder)
-        events_of_engine = Events(geometry.groups, enabled=events is not None and events.enable_kv_cache_events)
-        self.contents = PoolContents(events_of_engine)
+        has_events = events is not None and events.enable_kv_cache_events
+        self.contents = PoolContents(Events(geometry.groups, enabled=has_events))
         self.queue = PrefillQueue(geometry.step_tokens)
         self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
         self._spans = RequestSpans(tracing_of(config.client_config()))
@@ -97,7 +97,7 @@ class KVPoolScheduler:
     # Lookup
 
     def arrived(self, request: Request) -> None:
-        """vLLM has a new request, which it will ask about in its turn."""
+        """vLLM will ask about a new request in its turn."""
         self.queue.put(request, Stage.WAITING)
         self._ask_ahead()
 
@@ -173,9 +173,8 @@ class KVPoolScheduler:
             assert candidate is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, without a lookup"
             start, stop = candidate.asked, candidate.asked + num_external_tokens
             traceparent = self._spans.traceparent(request_id, "load")
-            lookup, tables = candidate.lookup, blocks.get_block_ids()
-            if not self.loads.begin(request, lookup, tables, start, stop, traceparent):
-                self.lookups.release(lookup.lease_ids)
+            if not self.loads.begin(request, candidate.lookup, blocks.get_block_ids(), start, stop, traceparent):
+                self.lookups.release(candidate.lookup.lease_ids)
             self._recorder.add("hit_tokens", num_external_tokens)
             self.stores.loads(request_id, start, stop)
 
@@ -208,7 +207,11 @@ class KVPoolScheduler:
             self._ask_ahead()
         self.budget.new_step()
         self.geometry.names.new_step()
-        self._step_began(output)
+        with self.guard.part("the count of computed tokens"):
+            self.computed.step(output.num_scheduled_tokens)
+        num_prefill = self.queue.step(output.num_scheduled_tokens)
+        self._begun_step = self.jobs.step
+        self.loads.policy.step_began(num_prefill, output.total_num_scheduled_tokens - num_prefill)
         if self._unallocated is not None:
             # vLLM stops admitting requests at the first one that it has no blocks for.
             self.jobs.make_room(self.geometry.blocks_to_compute(self._unallocated.num_tokens))
@@ -244,15 +247,6 @@ class KVPoolScheduler:
     @property
     def _may_share(self) -> bool:
         return self._resets.may_share and self.stages.are_open and not self.stages.disagree
-
-    def _step_began(self, output: SchedulerOutput) -> None:
-        """Tells the load policy what the step computes, and counts the prompts that end with it."""
-        scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-        with self.guard.part("the count of computed tokens"):
-            self.computed.step(scheduled)
-        prefill = self.queue.step(scheduled)
-        self._begun_step = self.jobs.step
-        self.loads.policy.step_began(prefill, total - prefill)
 
     def has_pinned_blocks(self) -> bool:
         """While blocks are pinned the engine must go on stepping: reports come with steps."""
@@ -300,17 +294,17 @@ class KVPoolScheduler:
             self.lookups.flush()
 
     def _load_ended(self, request_id: str, succeeded: bool) -> None:
-        job = self.loads.ended(request_id, succeeded)
-        if job is not None:
-            self._spans.load_ended(request_id, succeeded)
-            if succeeded or job.is_unserved:  # Lookups and pings may succeed while a rank can load nothing.
-                error = None if succeeded else TransferError("a rank could not load a hit")
-                for session in self.stages.sessions:
-                    session.report(error, "load")
-            self.lookups.release(job.lease_ids)
-            for part in () if succeeded else job.groups:
-                for run in part.runs:
-                    self.contents.missing(part.group_idx, run.block_hashes)
+        if (job := self.loads.ended(request_id, succeeded)) is None:
+            return
+        self._spans.load_ended(request_id, succeeded)
+        if succeeded or job.is_unserved:  # Lookups and pings may succeed while a rank can load nothing.
+            error = None if succeeded else TransferError("a rank could not load a hit")
+            for session in self.stages.sessions:
+                session.report(error, "load")
+        self.lookups.release(job.lease_ids)
+        for part in () if succeeded else job.groups:
+            for run in part.runs:
+                self.contents.missing(part.group_idx, run.block_hashes)
 
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""
