@@ -34,20 +34,13 @@ def own_clock() -> str:
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """Blocks of one group, in the pool and in the engine.
+    """Blocks of one group, in the pool and in the engine."""
 
-    Args:
-        group_idx: index of the pool's group.
-        runs, firsts: the blocks' names in the pool, and the index of each run's first block in its prefix.
-        block_ids: where the blocks lie in the engine: a row for each of the group's block tables, in the order of runs.
-        leased: of a load: for each pipeline stage where the blocks lie, if the lookup's answer says it.
-    """
-
-    group_idx: int
-    runs: list[BlockRun]
-    block_ids: list[list[int]]
-    firsts: list[int] = field(default_factory=list)
-    leased: tuple[LeasedSlots | None, ...] = ()
+    group_idx: int  # Of the pool's group.
+    runs: list[BlockRun]  # The blocks' names in the pool; the blocks of a run follow each other in a prefix.
+    block_ids: list[list[int]]  # In the engine: a row for each of the group's block tables, in the order of runs.
+    firsts: list[int] = field(default_factory=list)  # Index of each run's first block in its prefix.
+    leased: tuple[LeasedSlots | None, ...] = ()  # Of a load, by stage: where the blocks lie, if the lookup says it.
 
     def __len__(self) -> int:
         return len(self.block_ids[0])
@@ -73,40 +66,27 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class LoadJob:
-    """Load leased blocks from the pool into the engine.
-
-    Args:
-        lease_ids: one for each pipeline stage.
-        weights_epoch: of the namespace that the job is meant for.
-        clock: of the host whose `time.monotonic` the ends of leases are by.
-        seconds: of the transfer alone, in the slowest rank that has reported; 0 before its end.
-        traceparent: of the load's span; empty if it has none.
-    """
+    """Load leased blocks from the pool into the engine."""
 
     request_id: str
-    lease_ids: tuple[int, ...]
+    lease_ids: tuple[int, ...]  # One for each pipeline stage.
     groups: list[GroupBlocks]
-    weights_epoch: str = ""
-    clock: str = ""
-    seconds: float = 0.0
-    traceparent: str = ""
-    is_unserved: bool = False
+    weights_epoch: str = ""  # Of the namespace that the job is meant for.
+    clock: str = ""  # Of the host whose `time.monotonic` the ends of leases are by.
+    seconds: float = 0.0  # Of the transfer alone, in the slowest rank that has reported; 0 before its end.
+    traceparent: str = ""  # Of the load's span; empty if it has none.
+    is_unserved: bool = False  # See `WorkerMetadata.unserved_loads`.
 
 
 @dataclass(slots=True)
 class StoreJob:
-    """Store blocks of the engine in the pool; they stay pinned until every rank has reported the job.
-
-    Args:
-        adapter: digest of the LoRA adapter that the blocks' names contain; see `adapters.named`.
-        traceparent: of the request's span; empty if it has none.
-    """
+    """Store blocks of the engine in the pool; they stay pinned until every rank has reported the job."""
 
     job_id: int
     groups: list[GroupBlocks]
-    weights_epoch: str = ""
-    adapter: bytes = NO_ADAPTER
-    traceparent: str = ""
+    weights_epoch: str = ""  # Of the namespace that the job is meant for.
+    adapter: bytes = NO_ADAPTER  # Digest of the LoRA adapter that the blocks' names contain; see `adapters.named`.
+    traceparent: str = ""  # Of the request's span; empty if it has none.
 
     @property
     def num_blocks(self) -> int:
@@ -116,40 +96,29 @@ class StoreJob:
 
 @dataclass
 class ConnectorMetadata(base.KVConnectorMetadata):
-    """Scheduler to workers.
-
-    Args:
-        dropped_stores: ids of store jobs that a rank ends without storing them, unless the rank has begun them.
-        weights_check: number of the check of the weights that is due; 0: none is.
-    """
+    """Scheduler to workers."""
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
+    # Ids of store jobs that a rank ends without storing them, unless the rank has begun them.
     dropped_stores: list[int] = field(default_factory=list)
-    weights_epoch: str = ""
-    weights_check: int = 0
+    weights_epoch: str = ""  # Of the namespace that the engine is in.
+    weights_check: int = 0  # Number of the check of the weights that is due; 0: none is.
 
 
 @dataclass
 class WorkerMetadata(base.KVConnectorWorkerMetadata):
-    """Workers to scheduler.
+    """Workers to scheduler."""
 
-    Args:
-        ended_stores: how many ranks have ended each store job.
-        failed_stores: ids of jobs that some rank did not store.
-        namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
-        load_seconds: how long the load of each request took that has ended, without its wait for others.
-        unserved_loads: requests whose load has failed because a rank found the pool away, late or wrong; a lease that
-            the engine has let expire is not such a failure.
-        weights: (pipeline stage, tensor-parallel rank, number of the check, digest of the weights in its memory);
-            check 0 is that of the start.
-    """
-
-    ended_stores: dict[int, int] = field(default_factory=dict)
-    failed_stores: set[int] = field(default_factory=set)
+    ended_stores: dict[int, int] = field(default_factory=dict)  # How many ranks have ended each store job.
+    failed_stores: set[int] = field(default_factory=set)  # Ids of jobs that some rank did not store.
+    # Pipeline stage, and fingerprint of the namespace that a rank is in; each rank reports it once.
     namespaces: frozenset[tuple[int, bytes]] = frozenset()
+    # Pipeline stage, tensor-parallel rank, number of the check (0 at the start), digest of the weights in its memory.
     weights: frozenset[tuple[int, int, int, bytes]] = frozenset()
-    load_seconds: dict[str, float] = field(default_factory=dict)
+    load_seconds: dict[str, float] = field(default_factory=dict)  # Of ended loads, without their wait for others.
+    # Requests whose load has failed because a rank found the pool away, late or wrong. A lease that the engine has let
+    # expire is not such a failure.
     unserved_loads: set[str] = field(default_factory=set)
 
     def aggregate(self, other: base.KVConnectorWorkerMetadata) -> WorkerMetadata:

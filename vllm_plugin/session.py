@@ -158,16 +158,13 @@ class Breaker:
 
 
 class Session:
-    """Keeps a namespace of the pool open. Thread-safe.
+    """Keeps a namespace of the pool open: `namespace`, which is None while the breaker is not closed. Thread-safe.
 
     Args:
         config: `timeout_ms` is the budget of a lookup.
         spec: of the namespace; one that is not known yet is waited for in the session's thread.
         name: for logs and the thread's name: "scheduler" or "worker 0".
         explains: whether this session logs why nothing of other namespaces of the model is read.
-
-    Attributes:
-        namespace: None while the pool is away, that is while the breaker is not closed.
     """
 
     def __init__(
@@ -211,11 +208,7 @@ class Session:
             tell(namespace)
 
     def report(self, error: KVPoolError | None, call: str = "") -> None:
-        """Records how a "lookup", "load", "store" or "ping" ended, which may open the breaker.
-
-        Args:
-            error: None if the call succeeded.
-        """
+        """Records how a "lookup", "load", "store" or "ping" ended. An error may open the breaker."""
         with self._lock:
             if error is None:
                 self._breaker.succeeded(call)

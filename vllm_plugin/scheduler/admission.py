@@ -49,19 +49,13 @@ MAX_ANSWER_S = 0.2
 class PromotionWait:
     """The wait of one request, over all its lookups, for blocks on their way up from a tier.
 
-    A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. Times are
-    monotonic seconds.
-
-    Args:
-        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
-
-    Attributes:
-        began_at: when an answer first said that blocks are on their way; infinite until then.
-        due_at, ends_at: when to ask again, and when the wait ends.
+    A request waits no longer than `wait_s` and than computing the blocks would take, and not for a tier that brings
+    nothing. Times are monotonic seconds.
     """
 
     def __init__(self, wait_s: float):
-        self.began_at = self.due_at = self.ends_at = math.inf
+        self.began_at = math.inf  # When an answer first said that blocks are on their way.
+        self.due_at = self.ends_at = math.inf  # When to ask again, and when the wait ends.
         self._num_ready = -1
         self._progress_at = -math.inf
         self._wait_s = wait_s
@@ -75,8 +69,7 @@ class PromotionWait:
             num_ready: blocks that are ready, in any measure that grows with them.
             compute_s: of computing the blocks on their way; infinite while unknown.
             retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
-            asked_at: when the pool was asked that could wait with its answer, and is asked again `retry_s` later at the
-                earliest; None for the first answer.
+            asked_at: when a pool was asked that could wait with its answer; None for the first answer.
         """
         if math.isinf(self.began_at):
             self.began_at, self.ends_at = now, now + self._wait_s
@@ -93,42 +86,22 @@ class PromotionWait:
 
 @dataclass(slots=True)
 class Candidate:
-    """A request that has no blocks yet: its lookup, and what `Admission` has decided by the answers.
-
-    Args:
-        lookup: the newest.
-        asked: tokens that the engine had itself when vLLM asked last.
-        boundary: the longest hit; `lookup.local` if there is none, or none that is worth its load.
-        most: nothing is loaded beyond this token; infinite until the hit was judged.
-        is_declined: a part of the hit is computed, or all of it.
-        is_waiting: the newest answer is not final, because blocks on their way up are waited for.
-        coming_tokens: by how many tokens such blocks would lengthen the hit.
-        searched: (asked, limit) of the last search for the longest hit.
-    """
+    """A request that has no blocks yet: its newest lookup, and what `Admission` has decided by the answers."""
 
     lookup: RequestLookup
     wait: PromotionWait
-    asked: int
-    boundary: int
-    most: float = math.inf
-    is_declined: bool = False
-    is_waiting: bool = False
-    coming_tokens: int = 0
-    searched: tuple[int, int] | None = None
+    asked: int  # Tokens that the engine had itself when vLLM asked last.
+    boundary: int  # The longest hit; `lookup.local` if there is none, or none that is worth its load.
+    most: float = math.inf  # Nothing is loaded beyond this token; infinite until the hit was judged.
+    is_declined: bool = False  # A part of the hit is computed, or all of it.
+    is_waiting: bool = False  # The newest answer is not final, because blocks on their way up are waited for.
+    coming_tokens: int = 0  # By how many tokens such blocks would lengthen the hit.
+    searched: tuple[int, int] | None = None  # (asked, limit) of the last search for the longest hit.
 
 
 @dataclass(eq=False)
 class Admission:
-    """Answers vLLM's questions how many tokens of a request are loaded.
-
-    Args:
-        queue: requests that vLLM has not asked about yet are looked up ahead.
-        contents: told of the blocks that a lookup has found missing.
-
-    Attributes:
-        candidates: requests that were looked up and have no blocks yet, by id. Only this class changes one.
-        asking: requests whose newest answer is "ask again" for want of a lookup, and the tokens that the engine had.
-    """
+    """Answers vLLM's questions how many tokens of a request are loaded."""
 
     _geometry: Geometry
     _stages: Stages
@@ -142,7 +115,8 @@ class Admission:
     _spans: RequestSpans
     _recorder: Recorder
     _block_pool: BlockPool | None = field(default=None, init=False)
-    candidates: dict[str, Candidate] = field(default_factory=dict, init=False)
+    candidates: dict[str, Candidate] = field(default_factory=dict, init=False)  # By request id.
+    # Requests whose newest answer is "ask again" for want of a lookup, and the tokens that the engine had.
     asking: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -190,8 +164,7 @@ class Admission:
     def matched_tokens(self, request: Request, local: int, is_admitted: bool) -> int | None:
         """How many tokens are loaded beyond the `local` ones that the engine has itself; None: ask again.
 
-        Args:
-            is_admitted: the request was answered before in this step, and vLLM asks again before it allocates blocks.
+        If `is_admitted`, the request was answered before in this step, and vLLM asks again before it allocates blocks.
         """
         if self.asking.pop(request.request_id, -1) == local and not self._budget.may_begin:
             boundary = self._ask_again(request, local)  # As before: most questions of a step with many requests.
@@ -227,8 +200,7 @@ class Admission:
                 return self._compute(request, local, Cause.POOL_AWAY)
             if not self._budget.may_begin:
                 return self._ask_again(request, local)
-            candidate = self.look_up(request, local, limit)
-            if candidate is None:
+            if (candidate := self.look_up(request, local, limit)) is None:
                 return self._compute(request, local, Cause.POOL_AWAY)
         candidate.asked = local
         if candidate.lookup.calls and not self._budget.may_begin:
@@ -270,8 +242,7 @@ class Admission:
         """
         before = self.candidates.get(request.request_id)
         self.discard(request.request_id)
-        lookup = self._lookups.send(request, local, limit)
-        if lookup is None:
+        if (lookup := self._lookups.send(request, local, limit)) is None:
             return None
         candidate = Candidate(lookup, PromotionWait(self._config.promotion_wait_ms / 1000), asked=local, boundary=local)
         if before is not None:
@@ -281,8 +252,7 @@ class Admission:
 
     def discard(self, request_id: str) -> None:
         """Forgets a request, and cancels its lookup, if there is one."""
-        candidate = self.admitted(request_id)
-        if candidate is not None:
+        if (candidate := self.admitted(request_id)) is not None:
             self._lookups.cancel(candidate.lookup)
 
     def admitted(self, request_id: str) -> Candidate | None:
@@ -344,12 +314,10 @@ class Admission:
         candidate.coming_tokens = 0
         if lookup.retry_s:
             candidate.coming_tokens = self._longest(candidate, lookup.promised) - self._longest(candidate, lookup.ready)
+        compute_s = self._loads.compute_seconds(candidate.coming_tokens)
+        asked_at = lookup.sent_at if candidate.is_waiting else None
         if candidate.coming_tokens and candidate.wait.lasts(
-            time.monotonic(),
-            lookup.num_ready,
-            self._loads.compute_seconds(candidate.coming_tokens),
-            lookup.retry_s,
-            lookup.sent_at if candidate.is_waiting else None,
+            time.monotonic(), lookup.num_ready, compute_s, lookup.retry_s, asked_at
         ):
             candidate.is_waiting = True
         else:
@@ -373,7 +341,7 @@ class Admission:
         self._lookups.finish(candidate.lookup)
 
     def _judge(self, request_id: str, candidate: Candidate, limit: int) -> None:
-        """Decides once per hit how much of it is worth its load, and cuts it there."""
+        """Decides once per hit how much of it is worth its load."""
         asked, lookup = candidate.asked, candidate.lookup
         if math.isinf(candidate.most) and candidate.boundary > asked:
             candidate.most = asked + self._loads.verdict(request_id, asked, candidate.boundary)

@@ -122,10 +122,8 @@ def availability(kind: Kind, first: int, length: int, stages: Iterable[RunHits])
 
     An answer says how many blocks are on their way up from a tier. For a group that needs its whole prefix they are
     taken to be those right behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit.
-    For any other kind one of them may be all that a hit lacks, whichever it is.
-
-    Args:
-        first, length: the blocks that were asked for: index of the first, and how many.
+    For any other kind one of them may be all that a hit lacks, whichever it is. `length` blocks were asked for, from
+    the block with index `first` on.
     """
     ready = coming = everything = (1 << length) - 1
     for hits in stages:
@@ -140,47 +138,28 @@ def availability(kind: Kind, first: int, length: int, stages: Iterable[RunHits])
 
 @dataclass(slots=True)
 class RequestLookup:
-    """What was asked for a request, and what the pool has answered. `Lookups` alone writes it.
+    """What was asked for a request, and what the pool has answered. `Lookups` alone writes it."""
 
-    Args:
-        local: tokens that the engine had itself when the lookup was sent.
-        limit: tokens that the hit may not exceed.
-        runs, firsts: blocks that were asked for, one run per group, and the index of each run's first block.
-        probes: the last block of each group that the engine had itself.
-        traceparent: of the lookup's span; empty if it has none.
-
-    Attributes:
-        question: the runs and the probes, as they are sent each time.
-        sent_at, answered_at: monotonic seconds of the last sending, and of its answer; vLLM may ask long after that.
-        calls: one per stage, while they are under way; empty once answered.
-        answers, lease_ids: the newest, one per stage.
-        good_until: by when a load must have begun; then the lookup is sent again.
-        ready, promised: one per group, by the newest answer: see `availability`.
-        found: `ready`; empty without leases, which alone keep the blocks there.
-        num_ready: blocks that the newest answer says are ready, in a measure that grows while a tier brings more.
-        retry_s: after how many seconds the pool wants to be asked again; 0: no block is on its way up from a tier.
-        proven: groups whose probe the pool has, by the newest answer.
-    """
-
-    local: int
-    limit: int
-    runs: list[BlockRun]
-    probes: list[BlockRun]
-    firsts: list[int]
-    traceparent: str = ""
+    local: int  # Tokens that the engine had itself when the lookup was sent.
+    limit: int  # Tokens that the hit may not exceed.
+    runs: list[BlockRun]  # Blocks that were asked for, one run per group.
+    probes: list[BlockRun]  # The last block of each group that the engine had itself.
+    firsts: list[int]  # Index of each run's first block.
+    traceparent: str = ""  # Of the lookup's span; empty if it has none.
     question: KeptRuns = field(init=False)
-    sent_at: float = 0.0
-    answered_at: float = math.inf
-    calls: list[PendingLookup] = field(default_factory=list)
-    answers: Sequence[Lookup] = ()
-    lease_ids: tuple[int, ...] = ()
-    good_until: float = 0.0
-    ready: Sequence[Found] = ()
+    sent_at: float = 0.0  # Monotonic seconds of the last sending.
+    answered_at: float = math.inf  # Monotonic seconds of its answer; vLLM may ask long after that.
+    calls: list[PendingLookup] = field(default_factory=list)  # One per stage, while they are under way.
+    # All of what follows is by the newest answer.
+    answers: Sequence[Lookup] = ()  # One per stage.
+    lease_ids: tuple[int, ...] = ()  # One per stage.
+    good_until: float = 0.0  # By when a load must have begun; then the lookup is sent again.
+    ready: Sequence[Found] = ()  # One per group, as is `promised`: see `availability`.
     promised: Sequence[Found] = ()
-    found: Sequence[Found] = ()
-    num_ready: int = 0
-    retry_s: float = 0.0
-    proven: set[int] = field(default_factory=set)
+    found: Sequence[Found] = ()  # `ready`; empty without leases, which alone keep the blocks there.
+    num_ready: int = 0  # Blocks, in a measure that grows while a tier brings more.
+    retry_s: float = 0.0  # When the pool wants to be asked again; 0: no block is on its way up from a tier.
+    proven: set[int] = field(default_factory=set)  # Groups whose probe the pool has.
 
     def __post_init__(self) -> None:
         self.question = KeptRuns((*self.runs, *self.probes))
@@ -193,7 +172,6 @@ class RequestLookup:
 
     @property
     def took_s(self) -> float:
-        """Seconds from the last sending to its answer, or until now."""
         return min(time.monotonic(), self.answered_at) - self.sent_at
 
     def leased(self, idx: int, start: int, stop: int) -> tuple[LeasedSlots | None, ...]:
@@ -208,18 +186,14 @@ class RequestLookup:
 
 @dataclass(eq=False)
 class Lookups:
-    """Sends the lookups of an engine, and receives their answers.
-
-    Args:
-        traceparent_of: of the span of a request's lookup, by the request's id; empty if it has none.
-    """
+    """Sends the lookups of an engine, and receives their answers."""
 
     _geometry: Geometry
     _stages: Stages
     _config: ConnectorConfig
     _budget: StepBudget
     _recorder: Recorder
-    _traceparent_of: Callable[[str], str]
+    _traceparent_of: Callable[[str], str]  # Of the span of a request's lookup, by the request's id; "" without one.
     _released: list[tuple[int, ...]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -242,11 +216,7 @@ class Lookups:
         return lookup if self.send_again(lookup) else None
 
     def send_again(self, lookup: RequestLookup, answer_s: float = 0.0) -> bool:
-        """Asks every stage; False if the pool is away.
-
-        Args:
-            answer_s: how long the pool may wait for blocks on their way up before it answers.
-        """
+        """Asks every stage, which may wait `answer_s` for blocks on their way up; False if the pool is away."""
         if not self._prefix_only:  # Blocks that the hit does not need may be pending longest.
             answer_s = min(answer_s, lookup.retry_s)
         lookup.sent_at, lookup.answered_at = time.monotonic(), math.inf
@@ -307,7 +277,6 @@ class Lookups:
         return True
 
     def _keep(self, lookup: RequestLookup, answers: Sequence[Lookup]) -> None:
-        """Keeps what the stages have answered, and the leases."""
         self.release(lookup.lease_ids)  # Of the answers before these, whose own leases are there now.
         lookup.lease_ids = tuple(answer.lease_id for answer in answers)
         lookup.answers = answers

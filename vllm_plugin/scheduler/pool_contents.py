@@ -4,8 +4,7 @@
 A router learns from these events which tokens a block stands for, which the server cannot know. The engine does not see
 which blocks the pool evicts, nor which a restarted pool still has, so a block that it finds missing, in a lookup or
 after a failed load, is announced as removed. All blocks are once the engine has moved to another namespace: some with
-each step, as `AllBlocksCleared` would clear vLLM's own blocks, too, which are in the same stream. The server's own
-events tell the contents of the pool.
+each step, as `AllBlocksCleared` would clear vLLM's own blocks, too, which are in the same stream.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ FORGET_S = 5.0
 SAMPLE = 64
 """Of many missing blocks only so many are checked, to tell whether any was stored recently. A lookup of a new prompt
 finds thousands of blocks missing, and to check each of them delays a step by a millisecond."""
-
 Shard = dict[bytes, bytes]
 """Announced blocks of a group, the oldest first: name in the pool -> vLLM's hash. The pool has none before a `_MARK`.
 All are bytes, so that Python's garbage collector does not visit them."""
@@ -75,12 +73,7 @@ class _Generations:
 
 
 class Events:
-    """Events of the blocks that an engine has put into the pool.
-
-    Args:
-        groups: of the pool; an event names the engine's own group.
-        enabled: whether vLLM publishes KV events; if not, nothing is collected.
-    """
+    """Events of the blocks that an engine has put into the pool; none unless `enabled`, as vLLM publishes none then."""
 
     def __init__(self, groups: Sequence[PoolGroup], enabled: bool):
         self._groups = groups
@@ -107,7 +100,7 @@ class Events:
                         self._remove(run.group_idx, shard, next(iter(shard)))
 
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
-        """Blocks are not in the pool; those that were announced as stored are announced as removed."""
+        """Blocks are not in the pool: those that were announced are announced as removed."""
         if self._enabled:
             shards, num_shards = self._shards[group_idx], self._num_shards
             for name in block_hashes:  # Thousands, of which few were announced.
@@ -169,15 +162,11 @@ class Events:
 
 
 class PoolContents:
-    """Blocks stored and found missing.
+    """Blocks stored and found missing, of which `events` is told, too. `clock` tells monotonic seconds.
 
     A block that this engine has stored recently need not be offered again with every request that shares it. The pool
     may have evicted the block since. So the block is offered again as soon as a lookup or a load has found it missing,
     and in any case after `FORGET_S`.
-
-    Args:
-        events: told of the same blocks, for routers.
-        clock: monotonic seconds.
     """
 
     def __init__(self, events: Events, clock: Callable[[], float] = time.monotonic):

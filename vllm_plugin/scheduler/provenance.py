@@ -56,10 +56,6 @@ class Resets:
     """Ends sharing at a reset of an engine, and resumes it in the namespace of the weights in memory.
 
     No other engine's blocks are harmed: those in the old namespace are correct for engines with the old weights.
-
-    Attributes:
-        is_pending: blocks of the engine are from before a reset, or in doubt; nothing is loaded or stored until they
-            are free.
     """
 
     _config: ConnectorConfig
@@ -71,6 +67,7 @@ class Resets:
     _num_ranks: int
 
     def __post_init__(self) -> None:
+        # Blocks of the engine are from before a reset, or in doubt: nothing is loaded or stored until they are free.
         self.is_pending = self._is_broken = False
         self._check = 0  # Number of the newest check of the weights; 0 is that of the start.
         self._named_check = -1  # Number of the newest check whose outcome named the namespace.
@@ -238,16 +235,11 @@ def let_resets_pass(block_pool: BlockPool, jobs: StoreJobs) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was given blocks.
-
-    Args:
-        local: tokens that the engine had itself; None: vLLM has not asked, since the request's load has ended.
-        num_loaded: tokens that kvpool loads.
-    """
+    """A request that was given blocks."""
 
     request: Request
-    local: int | None
-    num_loaded: int
+    local: int | None  # Tokens that the engine had itself; None: vLLM has not asked, as the request's load has ended.
+    num_loaded: int  # Tokens that kvpool loads.
 
     @property
     def exceeds(self) -> bool:

@@ -23,25 +23,15 @@ logger = init_logger("vllm.kvpool.stages")
 
 
 class Stages:
-    """Opens, compares and moves the namespaces of an engine's pipeline stages.
-
-    Args:
-        num_stages: pipeline stages of the engine.
-
-    Attributes:
-        sessions, specs: one per stage; empty until the stages' namespaces are known.
-        weights_epoch: of the namespaces that the engine is in.
-        are_weights_named: whether the namespaces name the weights by the content of their files.
-        are_weights_in_doubt: whether the weights may not be those that the namespaces name.
-        disagree: ranks name namespaces that are not the scheduler's: nothing is loaded or stored any more.
-    """
+    """Opens, compares and moves the namespaces of an engine's pipeline stages."""
 
     def __init__(self, num_stages: int, config: ConnectorConfig, recorder: Recorder):
-        self.sessions: list[Session] = []
-        self.specs: list[NamespaceSpec] = []
+        self.sessions: list[Session] = []  # One per stage; empty until the stages' namespaces are known.
+        self.specs: list[NamespaceSpec] = []  # One per stage.
         self.weights_epoch = config.weights_epoch
-        self.are_weights_named, self.are_weights_in_doubt = True, False
-        self.disagree = False
+        self.are_weights_named = True  # The namespaces name the weights by the content of their files.
+        self.are_weights_in_doubt = False  # The weights may not be those that the namespaces name.
+        self.disagree = False  # Ranks name other namespaces than the scheduler: nothing is loaded or stored any more.
         self._num_stages = num_stages
         self._config = config
         self._recorder = recorder
@@ -54,10 +44,7 @@ class Stages:
 
     @property
     def transport(self) -> str:
-        """Over which transport bytes travel to every stage; each different one, if several; "" while the pool is away.
-
-        The choice of the scheduler's own process: ranks on its host make the same one.
-        """
+        """Transports to the stages, each once: this process's choice, which ranks on its host share. "" while away."""
         open_ones = [namespace for session in self.sessions if (namespace := session.namespace) is not None]
         return "+".join(dict.fromkeys(namespace.transport.name for namespace in open_ones))
 

@@ -4,8 +4,7 @@ vLLM frees the blocks of a preempted or finished request without a call. A step 
 blocks, so that a long prompt costs many steps a little. Calls of every step cost in proportion to the blocks of one
 job, however many others are pinned; only `num_orphans`, which resets call, looks at all pinned blocks.
 
-Invariant: every job that was added is pinned until it has ended: all ranks have reported it, or no rank was ever told
-of it.
+Invariant: every job that was added is pinned until all ranks have reported it, or no rank was ever told of it.
 
 Shedding: where the engine lacks blocks, jobs that alone hold some are dropped. A job that no rank was told of ends at
 once. The ranks are told to drop the others: a rank that has not begun such a job ends it without storing it, a rank
@@ -45,41 +44,21 @@ SURE_WITHIN_S = 2.0
 
 @dataclass(slots=True)
 class Storing:
-    """A job that has not ended.
-
-    Args:
-        remaining: ranks that have yet to report it.
-        sent_step: step whose metadata tells the ranks of it; 0: no rank has been told.
-        has_outlived: its request has ended.
-        has_failed: a rank has reported that it did not store it.
-        is_sure: whether its blocks surely hold what their names say; no rank is told of it before. None: they do.
-        sure_by: monotonic seconds; a job that is not sure by then is dropped.
-    """
+    """A job that has not ended."""
 
     request: Request
     job: StoreJob
-    remaining: int
-    sent_step: int = 0
-    has_outlived: bool = False
+    remaining: int  # Ranks that have yet to report it.
+    sent_step: int = 0  # Step whose metadata tells the ranks of it; 0: no rank has been told.
+    has_outlived: bool = False  # Its request has ended.
     has_failed: bool = False
+    # Whether its blocks surely hold what their names say; no rank is told of it before. None: they do.
     is_sure: Callable[[], bool] | None = None
-    sure_by: float = 0.0
+    sure_by: float = 0.0  # Monotonic seconds; a job that is not sure by then is dropped.
 
 
 class StoreJobs:
-    """Pins the blocks of an engine's store jobs, and ends each job once: stored, failed or dropped.
-
-    Args:
-        contents: told of every job that all ranks have stored.
-        hints: told of each job's begin and end.
-        traceparent_of: of a request's span, by the request's id; empty if it has none.
-
-    Attributes:
-        weights_epoch: of the namespace that the engine is in.
-        num_blocks: blocks that are pinned now; a block that two jobs pin counts twice.
-        step: number of the newest step, from 1 on.
-        step_blocks: how many blocks a step may offer.
-    """
+    """Pins the blocks of an engine's store jobs, and ends each job once: stored, failed or dropped."""
 
     def __init__(
         self,
@@ -90,11 +69,11 @@ class StoreJobs:
         hints: Hints,
         traceparent_of: Callable[[str], str],
     ):
-        self.weights_epoch = config.weights_epoch
+        self.weights_epoch = config.weights_epoch  # Of the namespace that the engine is in.
         self.step_blocks = step_blocks(geometry)
         self._contents = contents
         self._recorder = recorder
-        self.num_blocks = 0
+        self.num_blocks = 0  # Pinned now; a block that two jobs pin counts twice.
         self._num_outliving = 0  # Blocks of jobs whose requests have ended.
         self._max_outliving = int(geometry.num_blocks * config.max_pinned_fraction)
         self._num_ranks = geometry.num_ranks
@@ -106,8 +85,8 @@ class StoreJobs:
         self._reported: deque[int] = deque()  # Jobs that all ranks have reported, still pinned.
         self._to_drop: list[int] = []  # Jobs that the next step tells the ranks to drop.
         self._job_ids = itertools.count(1)
-        self.step = 0
-        self._traceparent_of = traceparent_of
+        self.step = 0  # Number of the newest step, from 1 on.
+        self._traceparent_of = traceparent_of  # Of a request's span, by the request's id; empty if it has none.
         self._hints = hints
         self._unpin_budget = self.step_blocks
 
@@ -167,23 +146,18 @@ class StoreJobs:
         return self._block_pool.blocks[block_id].block_hash
 
     def blocks(self, storing: Storing) -> list[KVCacheBlock]:
-        """The blocks that a job pins."""
         blocks = self._block_pool.blocks
         return [blocks[block_id] for part in storing.job.groups for row in part.block_ids for block_id in row]
 
     def queue(self, job: StoreJob, is_sure: Callable[[], bool] | None = None) -> None:
-        """Leaves a job of a request that has finished to a later step.
-
-        Args:
-            is_sure: see `Storing`; asked in each step, for `SURE_WITHIN_S`.
-        """
+        """Leaves a job of a request that has finished to a later step; `is_sure` is asked for `SURE_WITHIN_S`."""
         storing = self._storing[job.job_id]
         storing.is_sure, storing.sure_by = is_sure, time.monotonic() + SURE_WITHIN_S
         self._unsent[job.job_id] = job
         self._outlive(storing)
 
     def outlive(self, request: Request) -> None:
-        """A request has ended; vLLM frees its blocks, and jobs alone keep theirs from reuse."""
+        """A request has ended: its jobs alone keep their blocks from reuse."""
         for storing in self._droppable.get(id(request), {}).values():
             self._outlive(storing)
 
@@ -199,8 +173,7 @@ class StoreJobs:
     def drop_lost(self, undelivered_step: int = 0) -> None:
         """Ends the jobs that a hook which has failed left pinned, and that no rank will ever report.
 
-        Args:
-            undelivered_step: a step whose metadata the ranks do not get.
+        The ranks do not get the metadata of step `undelivered_step`.
         """
         for job_id, storing in list(self._storing.items()):
             is_told = storing.sent_step not in (0, undelivered_step)
@@ -218,7 +191,7 @@ class StoreJobs:
             self._reported.append(job_id)
 
     def unpin_reported(self) -> None:
-        """Unpins reported jobs of `step_blocks` blocks in one step; the next step unpins the others."""
+        """Unpins reported jobs of `step_blocks` blocks per step."""
         while self._reported and self._unpin_budget > 0:
             self._unpin_budget -= self._unpin(self._reported.popleft())
 
@@ -258,12 +231,10 @@ class StoreJobs:
         return bool(self._dropped) and (time.monotonic() - at_s < RELIEF_S or self.step - at_step < RELIEF_STEPS)
 
     def drop_unsent(self) -> None:
-        """Drops the queued jobs, which no rank has been told of."""
         for job_id in list(self._unsent):
             self._drop(self._storing[job_id])
 
     def take_dropped(self) -> list[int]:
-        """Jobs that the ranks are to drop, since the last call."""
         to_drop, self._to_drop = self._to_drop, []
         return to_drop
 

@@ -1,7 +1,6 @@
 """Which blocks each step completes, and which of them are offered to the pool.
 
-A step offers `StoreJobs.step_blocks` blocks, so that a long prompt costs many steps a little; what a request has left
-when it finishes is pinned and offered afterwards.
+A step offers `StoreJobs.step_blocks` blocks; what a request has left when it finishes is pinned and offered afterwards.
 
 Invariant: a block is offered only after a step that writes it was given to the workers (`TrackedRequest.written`).
 """
@@ -43,18 +42,12 @@ class Retention:
     blocks are stored at the boundaries where a later request may resume: at the end of the prompt, everywhere in
     decoded tokens (the next turn of a conversation ends anywhere), where this prompt parted from one that the pool
     knows, and at every multiple of an interval for the first prompt that parts from this one.
-
-    Args:
-        prompt_tokens: length of the prompt.
-        alignment: of boundaries, in tokens.
-        interval: tokens between boundaries that are kept whatever the prompt; a multiple of `alignment`.
-        divergence: boundary where the prompt parted from what the pool knows; 0: none.
     """
 
     prompt_tokens: int
-    alignment: int
-    interval: int
-    divergence: int = 0
+    alignment: int  # Of boundaries, in tokens.
+    interval: int  # Tokens between boundaries that are kept whatever the prompt; a multiple of `alignment`.
+    divergence: int = 0  # Boundary where the prompt parted from what the pool knows; 0: none.
 
     def blocks(self, kind: Kind, start: int, stop: int) -> list[int]:
         """The blocks among [start, stop) that are worth storing, in order."""
@@ -75,38 +68,20 @@ class Retention:
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request that has blocks.
-
-    Args:
-        stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth storing.
-        divergence: see `Retention`.
-        written: tokens whose KV is in the request's blocks once the steps given to the workers are done.
-        due: how many tokens must be written before `written` is counted again.
-        first_step: number of its first step since it was given blocks; 0 before.
-        ran_at: `time.time` when that step was known to have ended: by then ranks have loaded its adapter. 0 before.
-        may_store: False where its KV is not known to be that of its tokens.
-    """
+    """A request that has blocks."""
 
     request: Request
-    stored: list[int]
-    divergence: int = 0
-    written: int = 0
-    due: int = 0
-    first_step: int = 0
-    ran_at: float = 0.0
-    may_store: bool = True
+    stored: list[int]  # Of each group, blocks [0, n) are in the pool, or on their way there, or not worth storing.
+    divergence: int = 0  # See `Retention`.
+    written: int = 0  # Tokens whose KV is in the request's blocks once the steps given to the workers are done.
+    due: int = 0  # How many tokens must be written before `written` is counted again.
+    first_step: int = 0  # Number of its first step since it was given blocks; 0 before.
+    ran_at: float = 0.0  # `time.time` when that step was known to have ended: by then ranks have loaded its adapter.
+    may_store: bool = True  # False where its KV is not known to be that of its tokens.
 
 
 class Stores:
-    """Follows which blocks of each request are written, and offers them to the pool.
-
-    Args:
-        jobs: of the engine; gets each job that is built here.
-        contents: which blocks need not be offered.
-
-    Attributes:
-        tracked: requests that have blocks, by id.
-    """
+    """Follows which blocks of each request are written, and offers them to the pool."""
 
     def __init__(
         self, geometry: Geometry, config: ConnectorConfig, jobs: StoreJobs, contents: PoolContents, recorder: Recorder
@@ -119,17 +94,13 @@ class Stores:
         self._recorder = recorder
         self._store_decoded = config.store_decoded
         self._interval = -(-config.window_interval_tokens // geometry.alignment) * geometry.alignment
-        self.tracked: dict[str, TrackedRequest] = {}
+        self.tracked: dict[str, TrackedRequest] = {}  # Requests that have blocks, by id.
         self._num_ended_steps = 0
 
     # A request, from its first blocks on
 
     def track(self, request: Request, divergence: int | None = None) -> None:
-        """A request has been given blocks, for the first time or again.
-
-        Args:
-            divergence: see `Retention`; None: as before.
-        """
+        """A request has been given blocks, for the first time or again; a divergence of None is as before."""
         tracked = self.tracked.setdefault(request.request_id, TrackedRequest(request, [0] * len(self._groups)))
         tracked.written = tracked.first_step = tracked.due = 0  # These may be other blocks than before.
         tracked.ran_at = 0.0
@@ -156,21 +127,16 @@ class Stores:
 
     def load_failed(self, request_id: str) -> None:
         """A request is computed from its first token on: all of its blocks are offered again."""
-        tracked = self.tracked.get(request_id)
-        if tracked is not None:
+        if (tracked := self.tracked.get(request_id)) is not None:
             tracked.stored = [0] * len(self._groups)
             tracked.written = tracked.due = 0
 
     def finish(self, request_id: str, tables: Sequence[Sequence[int]] | None) -> None:
-        """A request has ended; its jobs hold references of their own.
-
-        Args:
-            tables: its block tables, to store the blocks that its steps have left; None: nothing more is stored.
-        """
-        tracked = self.tracked.pop(request_id, None)
-        if tracked is not None:
-            self._jobs.outlive(tracked.request)
-        if tracked is None or tables is None or not tracked.may_store or not self._names.are_known(tracked.request):
+        """A request has ended. With its block tables, the blocks that its steps have left are stored."""
+        if (tracked := self.tracked.pop(request_id, None)) is None:
+            return
+        self._jobs.outlive(tracked.request)
+        if tables is None or not tracked.may_store or not self._names.are_known(tracked.request):
             return
         # A short answer ends before its adapter's files have been checked.
         is_sure = None if self._is_adapter_sure(tracked) else lambda: self._is_adapter_sure(tracked)

@@ -39,14 +39,11 @@ _OF_SERVER = {cause: Cause[cause.name] for cause in MissCause}
 
 
 class RequestSpans:
-    """OpenTelemetry spans of each request, its lookup and its load. Never waits for a collector.
+    """OpenTelemetry spans of each request, its lookup and its load; none without `tracing`. No collector is waited for.
 
     A request's span is a child of what vLLM was told by the client (`Request.trace_headers`, where the engine was
     started with an OTLP endpoint), else a root. Loads and stores of the ranks are its children: jobs carry its
     traceparent.
-
-    Args:
-        tracing: makes the spans; None: there are none.
     """
 
     def __init__(self, tracing: Tracing | None):
@@ -54,7 +51,7 @@ class RequestSpans:
         self._open: dict[str, dict[str, Any]] = {}  # Request -> "request", "lookup" and "load" -> span.
 
     def asked(self, request: Request) -> None:
-        """Begins a request's spans when it is first looked up, or when vLLM first asks for its loadable tokens."""
+        """Begins a request's spans when it is first looked up, or when vLLM first asks about it."""
         if self._tracing is None or request.request_id in self._open:
             return
         headers = getattr(request, "trace_headers", None) or {}
@@ -84,7 +81,6 @@ class RequestSpans:
             spans["load"] = self._tracing.start("kvpool.load", self.traceparent(request.request_id), attributes)
 
     def load_ended(self, request_id: str, succeeded: bool) -> None:
-        """Ends the load's span, after every rank has reported the load."""
         span = self._open.get(request_id, {}).pop("load", None)
         if span is not None and self._tracing is not None:
             if not succeeded:
@@ -98,7 +94,6 @@ class RequestSpans:
                 spans["request"].set_attribute(f"kvpool.computed_tokens.{cause.label}", count)
 
     def finished(self, request_id: str) -> None:
-        """Ends all spans of a request that has ended."""
         for span in reversed(self._open.pop(request_id, {}).values()):
             span.end()
 
@@ -119,18 +114,13 @@ class ComputedTokens:
         self._prompts: dict[str, tuple[Request, Counter[Cause]]] = {}
 
     def because(self, request: Request, cause: Cause | None) -> None:
-        """What keeps a request, by the newest question about it, from asking or from taking what it is told."""
-        if cause is None:
-            self._why.pop(request.request_id, None)
-        else:
+        """What keeps a request, by the newest question about it, from a lookup or from taking its answer."""
+        self._why.pop(request.request_id, None)
+        if cause is not None:
             self._why[request.request_id] = cause
 
     def admitted(self, request: Request, lookup: RequestLookup | None) -> None:
-        """A request was given blocks.
-
-        Args:
-            lookup: whose answer vLLM takes, or a part of it, or nothing; None if there was none.
-        """
+        """A request was given blocks, after this lookup if there was one."""
         why = self._why.pop(request.request_id, None)
         stats = request.prefill_stats
         # A load that has ended is admitted again, with what it has loaded; a preempted request was counted before.
@@ -178,8 +168,6 @@ class ComputedTokens:
 
     def step(self, scheduled: dict[str, int]) -> None:
         """A step computes so many tokens of each request: those are counted whose prompts end."""
-        if not self._prompts:
-            return
         for request_id in self._prompts.keys() & scheduled.keys():
             request, causes = self._prompts[request_id]
             if request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens:
@@ -200,23 +188,18 @@ class ReportLog:
 
     Invariant: the acknowledged reports, each counted once, add up to the sums when the newest of them was made. A
     report is sent again as it was until it is acknowledged, whatever has been counted since.
-
-    Attributes:
-        sequence: number of the newest report, from 1.
-        is_under_way: that report was not acknowledged.
     """
 
     def __init__(self) -> None:
-        self.sequence = 0
-        self.is_under_way = False
+        self.sequence = 0  # Number of the newest report, from 1.
+        self.is_under_way = False  # That report was not acknowledged.
         self._acknowledged: dict[str, float] = {}
         self._sent: dict[str, float] = {}
 
     def next(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """What the report to send says was counted, without zeros: the one that is under way, or a new one.
+        """What was counted, by name and without zeros, of the report that is under way, or of a new one.
 
-        Args:
-            totals: sums since the start, by name; none ever goes back.
+        `totals` has the sums since the start, none of which ever goes back.
         """
         if not self.is_under_way:
             self.sequence, self.is_under_way, self._sent = self.sequence + 1, True, dict(totals)
@@ -241,13 +224,10 @@ class Reporter:
     A thread of its own sends the reports, one call at a time. Nothing waits for it, but for the engine's end, which
     waits for `LAST_REPORT_S` at most. A server of an older release takes no reports: the engine sends none until the
     server restarts. Thread-safe.
-
-    Args:
-        num_devices: that compute each step.
     """
 
     def __init__(self, stages: Stages, recorder: Recorder, num_devices: int):
-        self._num_devices = num_devices
+        self._num_devices = num_devices  # That compute each step.
         self._stages = stages
         self._recorder = recorder
         self._id = secrets.token_bytes(REPORTER_BYTES)
@@ -278,13 +258,10 @@ class Reporter:
     def _send(self, timeout_ms: int, is_last: bool = False) -> bool:
         """Sends the next report; False if it was not acknowledged."""
         boot_token = self._stages.boot_token
-        if boot_token and boot_token == self._refused_by:
+        if (boot_token and boot_token == self._refused_by) or not self._find_namespaces():
             return False
-        if not self._find_namespaces():
-            return False
-        client = self._stages.sessions[0].client
         try:
-            is_taken = client.rpc.report(self._report(is_last), timeout_ms)
+            is_taken = self._stages.sessions[0].client.rpc.report(self._report(is_last), timeout_ms)
         except InvalidRequestError as error:
             logger.warning("kvpool: the server has refused a report, whose figures are lost: %s", error)
             self._log.acknowledged()
