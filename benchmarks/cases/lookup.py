@@ -32,7 +32,7 @@ from benchmarks.peers.mooncake_store import Store, mooncake_store
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
 from kvpool.transport.base import Buffers
 from kvpool.transport.chunk_sums import Checksums
-from kvpool_server.cache.allocator.arena import MIN_SLOT_BYTES
+from kvpool_server.cache.arena import MIN_SLOT_BYTES
 
 REACH_MS = {64: 0.35, 512: 0.6, 8192: 3.0, 65_536: 20.0}
 P99_REACH = 3

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.harness.measuring import at_most, progress, report
 from kvpool import BlockRun, GroupSpec, NamespaceSpec, ShardRange
-from kvpool_server.cache.allocator.arena import EXTENTS_PER_ARENA, Arena
+from kvpool_server.cache.arena import EXTENTS_PER_ARENA, Arena
 from testbed.pool_at_once import PoolAtOnce
 
 CHAIN_BLOCKS = 256

@@ -46,7 +46,7 @@ from kvpool.client.handles import Namespace
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import Lookup, ShardRange
 from kvpool.transport.base import Buffers
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.tiering import demoter
 from kvpool_server.tiering.tiered_pool import TieredPool

@@ -47,7 +47,7 @@ from benchmarks.replay.trace import load
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
-from kvpool_server.cache.allocator.arena import MIN_SLOT_BYTES
+from kvpool_server.cache.arena import MIN_SLOT_BYTES
 from kvpool_server.cache.eviction import DEFAULT_POLICY
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping.adoption import MARK_EVERY_S, TableFollower, restore

@@ -14,7 +14,7 @@ from benchmarks.replay.request import Request, num_blocks
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
-from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT, Arena
+from kvpool_server.cache.arena import MAX_SLOTS_PER_EXTENT, Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from testbed.pool_at_once import PoolAtOnce
 

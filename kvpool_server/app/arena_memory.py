@@ -31,7 +31,7 @@ from kvpool.transport.mooncake_engine import Engine
 from kvpool.transport.segment import Segment, is_abandoned
 from kvpool.transport.unix_socket import MAGIC, REQUEST_BYTES, Address, abstract_name, memory_path, peer_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.data_plane.workers import DataWorkers
 from kvpool_server.keeping import store
 from kvpool_server.keeping.adoption import ARENA, KeptMemory, make_table

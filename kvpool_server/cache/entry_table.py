@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.protocol.types import BlockRun, MissCause, PutStatus
-from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.placement import Placement
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer
 from kvpool_server.cache.eviction import SearchCutError
 from kvpool_server.cache.hints import Pins
 from kvpool_server.cache.leases import Ticket
+from kvpool_server.cache.placement import Placement
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
 _OVER = -math.inf

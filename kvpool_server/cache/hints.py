@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import Namespaces
+from kvpool_server.cache.placement import Placement
 from kvpool_server.cache.steps import Steps
 
 HINT_STEP_BLOCKS = 512

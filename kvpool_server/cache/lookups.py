@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from kvpool.protocol.namespace import GroupSpec
 from kvpool.protocol.types import BlockRun, Located, MissCause, RunHits, ShardRange, Slots, in_parts
-from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
+from kvpool_server.cache.placement import Placement
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 
 MAX_PROMPT_TOKENS = 1 << 26

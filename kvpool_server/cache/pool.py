@@ -22,8 +22,7 @@ from collections.abc import Callable, Container, Sequence
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, Quota, RunHits, ShardRange, in_parts
-from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.placement import Placement
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.counters import COUNTERS, PoolStats
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Group, Observer
@@ -36,6 +35,7 @@ from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups, Removals
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
+from kvpool_server.cache.placement import Placement
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps
 

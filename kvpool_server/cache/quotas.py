@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.types import Quota
 from kvpool.report.quotas import size_text
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction.partitions import Account
 
 _NAMESPACE = "namespace:"
@@ -72,7 +72,7 @@ class Quotas:
             account = self._by_subject.setdefault(subject, Account(subject, limit_bytes, self._tenant(subject)))
             account.limit_bytes = limit_bytes
         tenants = [(each.tenant, each.limit_bytes) for each in self._by_subject.values() if each.tenant is not None]
-        self._arena.set_limits({tenant: nbytes // self._arena.extent_bytes for tenant, nbytes in tenants})
+        self._arena.limits = {tenant: nbytes // self._arena.extent_bytes for tenant, nbytes in tenants}
         prefixes = [subject for subject in self._by_subject if subject.startswith(_NAMESPACE)]
         self._prefix_digits = {len(subject) - len(_NAMESPACE) for subject in prefixes}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvpool.protocol.namespace import GroupSpec
-from kvpool_server.cache.allocator.extent import Extent
+from kvpool_server.cache.arena import Extent
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Record
 from kvpool_server.cache.pool import Pool
 

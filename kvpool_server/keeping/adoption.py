@@ -19,7 +19,7 @@ import structlog
 
 from kvpool.protocol.errors import KVPoolError
 from kvpool.transport.segment import Segment, is_abandoned, why_other
-from kvpool_server.cache.allocator.arena import EXTENTS_PER_ARENA, MIN_EXTENTS, Arena
+from kvpool_server.cache.arena import EXTENTS_PER_ARENA, MIN_EXTENTS, Arena
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.leases import Ticket

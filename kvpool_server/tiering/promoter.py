@@ -22,7 +22,7 @@ import structlog
 
 from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
 from kvpool.protocol.types import BlockRun, PutGrant, PutStatus
-from kvpool_server.cache.allocator.arena import ZEROED_AT_ONCE
+from kvpool_server.cache.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run, Steps

@@ -26,7 +26,7 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import MAX_DRAIN_MS, Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.leases import HoldTable
 from kvpool_server.cache.steps import finish
 from kvpool_server.cache.tier_access import commit

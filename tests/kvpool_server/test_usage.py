@@ -13,7 +13,7 @@ from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec
 from kvpool.protocol.reports import ReportRequest
 from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.lookups import MAX_PROMPT_TOKENS, count_tokens
 from kvpool_server.cache.namespaces import PoolNamespace

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvpool.protocol.errors import LeaseExpiredError, OutOfSpaceError
 from kvpool.protocol.types import ShardRange
 from kvpool.transport.data_port import Header, Kind, Signer, Terms, pack_offsets
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.limits import Limits
 from kvpool_server.data_plane.permits import PermitTable, TransferWord

@@ -17,7 +17,7 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import PutReceipt, ShardRange
 from kvpool.transport.data_port import Header, Kind, Reply, Status, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS

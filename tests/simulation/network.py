@@ -34,7 +34,7 @@ from kvpool.protocol.wire import metadata_of, status_of
 from kvpool.transport.base import Local, Transfer
 from kvpool.transport.segment import Bytes
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Observer
 from kvpool_server.cache.leases import NOBODY, Owner
 from kvpool_server.cache.limits import Limits

@@ -20,7 +20,7 @@ from hypothesis.stateful import initialize, invariant
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES, BlockRun, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.pool import Pool

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
 from testbed.pool_at_once import PoolAtOnce
@@ -299,7 +299,7 @@ class ExtentsOfEverybody(_Unchecked):
 class SlotsChargedOnly(_Unchecked):
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         super().set_quotas(quotas)
-        self.arena.set_limits({})
+        self.arena.limits = {}
 
 
 class PinsIgnored(_Unchecked):

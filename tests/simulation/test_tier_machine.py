@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, HintKind, Lookup, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import finish

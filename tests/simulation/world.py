@@ -16,8 +16,8 @@ import numpy as np
 from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.donations import DRAIN_S
+from kvpool_server.cache.arena import Arena
+from kvpool_server.cache.donations import DRAIN_S
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.limits import Limits

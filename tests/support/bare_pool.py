@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from kvpool.protocol.types import BlockRun, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.values import group_spec, namespace_spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.hints import Pins
 from kvpool_server.cache.leases import Hold, Lease, Ticket

@@ -14,7 +14,7 @@ import numpy as np
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, Lookup, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Group
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import Block, Tier, TierError

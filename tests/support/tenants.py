@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import Quota, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.limits import Limits

@@ -22,7 +22,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Credential
 from kvpool_server.access.caller import CALLER
 from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.rpc.chunks import WRITTEN_BYTES

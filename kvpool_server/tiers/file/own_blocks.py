@@ -14,7 +14,7 @@ import structlog
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
+from kvpool_server.cache.arena import ALIGNMENT, Arena
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits

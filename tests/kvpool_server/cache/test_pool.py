@@ -16,7 +16,7 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import STEP_BLOCKS
 from testbed.pool_at_once import PoolAtOnce

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.types import Quota
-from kvpool_server.cache.allocator import placement
+from kvpool_server.cache import placement
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, finish
 from kvpool_server.cache.tier_access import pin_next_victims, unpin_victims

@@ -6,7 +6,7 @@ import itertools
 import sys
 from array import array
 
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.restoring import Adoption, Columns
 from testbed.pool_at_once import PoolAtOnce

@@ -15,9 +15,8 @@ from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, OutOfSpaceErr
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.protocol.wire import encode_runs
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache import entry_table, holds, lookups, pool
-from kvpool_server.cache.allocator import placement
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache import entry_table, holds, lookups, placement, pool
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES, Evictor, SearchCutError, evictor
 from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits

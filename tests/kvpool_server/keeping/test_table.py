@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.eviction.evictor import Chosen
 from kvpool_server.cache.pool import Pool

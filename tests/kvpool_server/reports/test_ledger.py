@@ -21,7 +21,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, MAX_LEDGER_ROWS, Cause, ReportRequest, added_up
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.usage import OTHER, Pairs
 from kvpool_server.reports import engines, ledger_file, usage_ledger

@@ -16,7 +16,7 @@ import kvpool_server
 from kvpool.protocol.errors import BusyError, PoolTimeoutError
 from kvpool.protocol.wire import encode_runs
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc import inbox, operators
 from kvpool_server.rpc.blocks import MAX_WAITING

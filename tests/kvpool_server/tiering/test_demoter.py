@@ -14,7 +14,7 @@ import pytest
 
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
 from kvpool.protocol.types import BlockRun, ShardRange
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Group
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiering import demoter

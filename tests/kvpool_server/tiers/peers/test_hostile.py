@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client.config import ClientConfig
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.tiers.peers import peer
 from kvpool_server.tiers.peers.tier import PeersTier
 from kvpool_server.tiers.tier import TierError

@@ -8,9 +8,8 @@ import pytest
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import BlockRun, ShardRange
-from kvpool_server.cache import pool
-from kvpool_server.cache.allocator import placement
-from kvpool_server.cache.allocator.donations import DRAIN_S
+from kvpool_server.cache import placement, pool
+from kvpool_server.cache.donations import DRAIN_S
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.steps import STEP_BLOCKS

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import PutGrant, ShardRange
+from kvpool_server.cache import arena as arena_module
 from kvpool_server.cache import pool as pool_module
-from kvpool_server.cache.allocator import arena as arena_module
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.steps import Steps, finish
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock

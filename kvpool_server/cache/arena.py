@@ -5,18 +5,19 @@ its last slot is freed. Where callers prove who they are, it also belongs to one
 tenant's bytes is zeroed before the new tenant gets a slot there. Otherwise everybody is one tenant, "", and nothing is
 ever zeroed. Bookkeeping of offsets, without memory but for `zero`.
 
-Invariants: every offset is either free or has exactly one owner. A slot is allocated only where no byte of another
-tenant lies.
+Invariants: an offset is free or has one owner. A slot is allocated only where no byte of another tenant lies.
 """
 
 from __future__ import annotations
 
 import mmap
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvpool_server.cache.allocator.extent import Extent
+import numpy as np
+
 from kvpool_server.cache.entry import Entry
 
 ALIGNMENT = 2 << 20
@@ -31,17 +32,53 @@ FEW_SLOTS = 1 << 15
 """An arena of few bytes may have up to so many slots in all."""
 ZEROED_AT_ONCE = 2 << 20
 """Bytes that one call of `Arena.zero_some` zeroes, within about 1 ms."""
+HOLD_SAMPLE, USE_SAMPLE = 64, 32
+"""Slots of an extent whose holds, or last uses and pins, are looked at: one step ranks all extents of an arena."""
 
-Zero = Callable[[int, int], None]
-"""(start, nbytes): fills these bytes of the arena with zeros."""
+
+class Extent:
+    """Slots of one size, of one tenant. `owners[i]` is the entry in slot i, or None."""
+
+    __slots__ = ("free", "owners", "slot_bytes", "slot_class", "start", "tenant")
+
+    def __init__(self, start: int, slot_class: tuple[str, int], num_slots: int):
+        self.start = start
+        self.slot_class = slot_class
+        self.tenant, self.slot_bytes = slot_class
+        self.owners: list[Entry | None] = [None] * num_slots
+        # Allocated from the end: in ascending order, so that the blocks of one put lie side by side. An array, because
+        # a list of a quarter of a million numbers takes milliseconds to make, and to free.
+        self.free = array("i", np.arange(num_slots - 1, -1, -1, np.int32).tobytes())
+
+    @property
+    def num_used(self) -> int:
+        return len(self.owners) - len(self.free)
+
+    def _sample(self, count: int) -> list[Entry]:
+        """The entries in every nth slot, so that at most about `count` slots are looked at."""
+        return [owner for owner in self.owners[:: max(1, len(self.owners) // count)] if owner is not None]
+
+    @property
+    def num_held(self) -> int:
+        """How many of some of its slots hold an entry that cannot be evicted now."""
+        return sum(not (entry.live and entry.movable) for entry in self._sample(HOLD_SAMPLE))
+
+    @property
+    def last_use(self) -> int:
+        """The stamp of the last use of some of its slots."""
+        return max((entry.used for entry in self._sample(USE_SAMPLE)), default=0)
+
+    @property
+    def last_pin_end(self) -> int:
+        """When the last pin of some of its slots ends."""
+        return max((entry.pinned_until for entry in self._sample(USE_SAMPLE)), default=0)
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """Extents that a tenant has claimed, and in which it has no slot yet.
+    """Extents that a tenant has claimed, and in which it has no slot yet; `num_puts` wait for them.
 
     Attributes:
-        num_puts: that wait for them.
         zeroed, foreign: extents without another tenant's bytes, and extents with them. The first `zeroed_bytes` of the
             first foreign extent are zero.
     """
@@ -56,8 +93,7 @@ class _Incoming:
 
 
 _NOTHING = _Incoming()
-_UNKNOWN_TENANT = "\0"
-"""No tenant has this name."""
+_UNKNOWN_TENANT = "\0"  # No tenant has this name.
 
 
 class Arena:
@@ -67,11 +103,13 @@ class Arena:
         arena_bytes: rounded down to whole extents.
         extent_bytes: default: a 64th of the arena, at least 32 MiB, and at most a quarter of the arena.
         backed_bytes: how much can be allocated at first; default: all. See `back`.
-        zero: see `Zero`; with it, each extent belongs to one tenant. None: everybody is the tenant "".
+        zero: (start, nbytes): fills these bytes of the arena with zeros. With it, each extent belongs to one tenant;
+            without, everybody is the tenant "".
 
     Attributes:
         num_backed: extents that can be allocated.
         max_slots: of an extent.
+        limits: how many extents tenants may hold; a tenant without a limit may hold all.
         on_extent: called with an extent's index and the bytes of its slots, before it has its first one, and with 0
             after its last one.
     """
@@ -81,13 +119,13 @@ class Arena:
         arena_bytes: int,
         extent_bytes: int | None = None,
         backed_bytes: int | None = None,
-        zero: Zero | None = None,
+        zero: Callable[[int, int], None] | None = None,
     ):
         if extent_bytes is None:
             wanted = max(arena_bytes // EXTENTS_PER_ARENA, MIN_EXTENT_BYTES)
-            extent_bytes = min(wanted, max(arena_bytes // MIN_EXTENTS, 1))
-            unit = next((each for each in (ALIGNMENT, mmap.PAGESIZE) if each <= extent_bytes), 1)
-            extent_bytes = extent_bytes // unit * unit
+            wanted = min(wanted, max(arena_bytes // MIN_EXTENTS, 1))
+            unit = next((each for each in (ALIGNMENT, mmap.PAGESIZE) if each <= wanted), 1)
+            extent_bytes = wanted // unit * unit
         self.extent_bytes = extent_bytes
         self.num_extents = arena_bytes // extent_bytes
         if not self.num_extents:
@@ -101,13 +139,12 @@ class Arena:
         self.num_backed = 0
         self._unused: list[int] = []
         self.back(self.arena_bytes if backed_bytes is None else backed_bytes)
-        # By tenant and slot size, extents by start. Those with free slots are kept apart so that allocation never
-        # searches.
+        # By tenant and slot size, extents by start; those with free slots again, so that allocation never searches.
         self._by_class: dict[tuple[str, int], dict[int, Extent]] = {}
         self._with_room: dict[tuple[str, int], dict[int, Extent]] = {}
         self._incoming: dict[str, _Incoming] = {}
-        self._limits: dict[str, int] = {}
-        self._draining: int | None = None
+        self.limits: Mapping[str, int] = {}
+        self._draining: Extent | None = None
         self._drained_for = ("", 0)
         self._num_reserved = 0  # 1: the drained extent is empty, and waits for its size.
         self.on_extent: Callable[[int, int], None] = lambda idx, slot_bytes: None
@@ -153,15 +190,11 @@ class Arena:
             len(extents) for (owner, _), extents in self._by_class.items() if owner == tenant
         )
 
-    def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Says how many extents tenants may hold; those that are not named may hold all."""
-        self._limits = dict(limits)
-
     def limit(self, tenant: str) -> int:
-        return min(self._limits.get(tenant, self.num_extents), self.num_extents)
+        return min(self.limits.get(tenant, self.num_extents), self.num_extents)
 
     def num_surplus(self, tenant: str) -> int:
-        return max(0, self.num_held(tenant) - self.limit(tenant)) if self._limits else 0
+        return max(0, self.num_held(tenant) - self.limit(tenant)) if self.limits else 0
 
     def num_free(self, slot_bytes: int, tenant: str = "") -> int:
         return sum(len(extent.free) for extent in self._with_room.get((tenant, slot_bytes), {}).values())
@@ -170,35 +203,31 @@ class Arena:
         """Unused extents that a tenant may take for slots of this size, beside those that it has claimed."""
         reserved = 0 if (tenant, slot_bytes) == self._drained_for else self._num_reserved
         num_unused = len(self._unused) - reserved
-        if tenant in self._limits:
+        if tenant in self.limits:
             num_unused = min(num_unused, self.limit(tenant) - self.num_held(tenant))
         return max(0, num_unused)
 
     def available(self, slot_bytes: int, tenant: str = "") -> int:
         """Slots of this size that a tenant can be given, once `claim` says so."""
-        num_extents = self.num_usable(slot_bytes, tenant)
-        if self._incoming:
-            num_extents += len(self._incoming.get(tenant, _NOTHING))
+        num_extents = self.num_usable(slot_bytes, tenant) + len(self._incoming.get(tenant, _NOTHING))
         return self.num_free(slot_bytes, tenant) + num_extents * self.slots_per_extent(slot_bytes)
 
     def claim(self, slot_bytes: int, count: int, tenant: str = "") -> bool:
         """Whether `count` available slots can be allocated now, because no byte of another tenant lies there.
 
         If not, sets unused extents aside for the tenant. The put calls `start_claims`, then `zero_some` until it is
-        False, claims again, and calls `end_claims` when it has ended, however it ends.
+        False, claims again, and calls `end_claims` however it ends.
         """
         if not self.has_tenants:
             return True
-        short = count - self.num_free(slot_bytes, tenant)
-        num_extents = -(-short // self.slots_per_extent(slot_bytes))
+        num_extents = -((self.num_free(slot_bytes, tenant) - count) // self.slots_per_extent(slot_bytes))
         num_clean = sum(self._is_clean(idx, tenant) for idx in self._unused)
         incoming = self._incoming.get(tenant, _NOTHING)
         if num_extents <= num_clean + len(incoming.zeroed):
             return True
         incoming = self._incoming.setdefault(tenant, _Incoming())
-        for idx in [idx for idx in self._unused if not self._is_clean(idx, tenant)]:
-            if len(incoming) + num_clean >= num_extents:
-                break
+        foreign = [idx for idx in self._unused if not self._is_clean(idx, tenant)]
+        for idx in foreign[: max(0, num_extents - num_clean - len(incoming))]:
             self._unused.remove(idx)
             incoming.foreign.append(idx)
             if (tenant, slot_bytes) == self._drained_for:
@@ -242,7 +271,7 @@ class Arena:
         offsets: list[int] = []
         with_room = self._with_room.setdefault((tenant, slot_bytes), {})
         while len(offsets) < count:
-            extent = next(iter(with_room.values()), None) or self._open(slot_bytes, self._next_unused(tenant), tenant)
+            extent = next(iter(with_room.values()), None) or self._open(self._next_unused(tenant), (tenant, slot_bytes))
             while extent.free and len(offsets) < count:
                 offsets.append(extent.start + extent.free.pop() * slot_bytes)
             if not extent.free:
@@ -253,16 +282,23 @@ class Arena:
         """An extent, which gets slots of a class if it is unused; None if it has no memory."""
         if idx in self._unused:
             self._unused.remove(idx)
-            tenant, slot_bytes = slot_class
-            self._open(slot_bytes, idx, tenant)
+            self._open(idx, slot_class)
         return self._extents[idx]
 
     def occupy(self, idx: int, owners: Sequence[Entry]) -> None:
         """Gives entries their slots in an extent, which are free."""
-        if owners and (extent := self._extents[idx]) is not None:
-            extent.occupy(owners)
-            if not extent.free:
-                self._with_room[extent.slot_class].pop(extent.start, None)
+        if not owners or (extent := self._extents[idx]) is None:
+            return
+        free = np.frombuffer(extent.free, np.int32)
+        is_free = np.zeros(len(extent.owners), np.bool_)
+        is_free[free] = True
+        for owner in owners:
+            slot = (owner.offset - extent.start) // extent.slot_bytes
+            extent.owners[slot] = owner
+            is_free[slot] = False
+        extent.free = array("i", free[is_free[free]].tobytes())
+        if not extent.free:
+            self._with_room[extent.slot_class].pop(extent.start, None)
 
     def distrust_unused(self) -> None:
         """Extents without slots may have bytes of any tenant, whatever was known before."""
@@ -270,28 +306,26 @@ class Arena:
             if extent is None:
                 self._bytes_of[idx] = _UNKNOWN_TENANT
 
-    def start_drain(self, start: int, slot_bytes: int, tenant: str = "") -> None:
-        """Allocates no slot of an extent any more; once it is empty, reserves it for a size. One extent at a time."""
-        extent = self._extents[start // self.extent_bytes]
-        assert extent is not None and self._draining is None and not self._num_reserved
-        self._draining, self._drained_for = start, (tenant, slot_bytes)
-        self._with_room[extent.slot_class].pop(start, None)
+    def start_drain(self, extent: Extent, slot_class: tuple[str, int]) -> None:
+        """Allocates no slot of an extent any more; once it is empty, reserves it for a class. One extent at a time."""
+        assert self._draining is None and not self._num_reserved
+        self._draining, self._drained_for = extent, slot_class
+        self._with_room[extent.slot_class].pop(extent.start, None)
 
     def withheld(self, slot_class: tuple[str, int]) -> set[int]:
         """The start of the extent that is being drained, unless it is drained for this class."""
-        return set() if self._draining is None or slot_class == self._drained_for else {self._draining}
+        return set() if self._draining is None or slot_class == self._drained_for else {self._draining.start}
 
     def num_freed_by(self, entries: Sequence[Entry], slot_class: tuple[str, int]) -> int:
         """How many slots a class can be given once these entries are dropped: none in an extent that is drained."""
         freed = [entry.offset for entry in entries if entry.group.slot_class == slot_class]
-        if (start := self._draining) is None:
+        if (drained := self._draining) is None:
             return len(freed)
-        return sum(not start <= offset < start + self.extent_bytes for offset in freed)
+        return sum(not drained.start <= offset < drained.start + self.extent_bytes for offset in freed)
 
     def end_drain(self) -> None:
         """Allocates from the extent as from any other again."""
-        extent = None if self._draining is None else self._extents[self._draining // self.extent_bytes]
-        if extent is not None and extent.free:
+        if (extent := self._draining) is not None and extent.free:
             self._with_room[extent.slot_class][extent.start] = extent
         self._draining, self._drained_for, self._num_reserved = None, ("", 0), 0
 
@@ -313,20 +347,20 @@ class Arena:
         extent, slot = self._locate(offset)
         extent.owners[slot] = None
         extent.free.append(slot)
-        key = extent.slot_class
+        key, idx = extent.slot_class, extent.start // self.extent_bytes
         if extent.num_used:
-            if extent.start != self._draining:
+            if extent is not self._draining:
                 self._with_room[key][extent.start] = extent
             return
-        if extent.start == self._draining:
+        if extent is self._draining:
             self._draining, self._num_reserved = None, 1
-        self._extents[extent.start // self.extent_bytes] = None
-        self._unused.append(extent.start // self.extent_bytes)
+        self._extents[idx] = None
+        self._unused.append(idx)
         del self._by_class[key][extent.start]
         self._with_room[key].pop(extent.start, None)
         if not self._by_class[key]:
             del self._by_class[key], self._with_room[key]
-        self.on_extent(extent.start // self.extent_bytes, 0)
+        self.on_extent(idx, 0)
 
     @property
     def used_bytes(self) -> int:
@@ -345,17 +379,17 @@ class Arena:
         self._unused.remove(idx)
         return idx
 
-    def _open(self, slot_bytes: int, idx: int, tenant: str) -> Extent:
+    def _open(self, idx: int, slot_class: tuple[str, int]) -> Extent:
+        tenant, slot_bytes = slot_class
         assert self._is_clean(idx, tenant), f"extent {idx} has bytes of tenant {self._bytes_of[idx]!r}"
-        key = (tenant, slot_bytes)
-        if key == self._drained_for:
+        if slot_class == self._drained_for:
             self._num_reserved = 0
-        extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes), tenant)
+        extent = Extent(idx * self.extent_bytes, slot_class, self.slots_per_extent(slot_bytes))
         self.on_extent(idx, slot_bytes)
         self._extents[idx] = extent
         self._bytes_of[idx] = tenant
-        self._by_class.setdefault(key, {})[extent.start] = extent
-        self._with_room.setdefault(key, {})[extent.start] = extent
+        self._by_class.setdefault(slot_class, {})[extent.start] = extent
+        self._with_room.setdefault(slot_class, {})[extent.start] = extent
         return extent
 
     def _locate(self, offset: int) -> tuple[Extent, int]:

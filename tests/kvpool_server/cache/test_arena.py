@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool_server.cache.allocator.arena import (
+from kvpool_server.cache.arena import (
     ALIGNMENT,
     EXTENTS_PER_ARENA,
     FEW_SLOTS,

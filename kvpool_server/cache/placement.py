@@ -24,9 +24,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.report.quotas import size_text
-from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, last_use
-from kvpool_server.cache.allocator.extent import MAX_COUNTED_SLOTS, Extent
+from kvpool_server.cache.arena import Arena, Extent
+from kvpool_server.cache.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
 from kvpool_server.cache.eviction.partitions import (
@@ -40,7 +39,8 @@ from kvpool_server.cache.eviction.partitions import (
 
 MAX_VICTIMS = 512
 """Entries that one step evicts, or up to twice as many where the last of them empty an extent: within about 4 ms."""
-
+MAX_SURPLUS_SLOTS = 1_024
+"""Entries of an extent beyond a tenant's quota that are looked at in one step, to choose some of them."""
 REQUEUED_SLOTS = 256
 """Slots that are visited at a time to queue the entries of a group anew."""
 _HELD = "too few can be evicted now: others are leased, being written, moved to or from a tier, or in quarantine"
@@ -317,9 +317,9 @@ class Placement:
         Leased entries as well, so that the extents are free when the leases have ended, whatever the tenant does.
         """
         surplus = self._arena.num_surplus(tenant)
-        extents = sorted(self._arena.extents_of(tenant), key=lambda extent: (extent.num_used, last_use(extent)))
+        extents = sorted(self._arena.extents_of(tenant), key=lambda extent: (extent.num_used, extent.last_use))
         for extent in extents[:surplus]:
-            owners = itertools.islice(filter(None, extent.owners), MAX_COUNTED_SLOTS)
+            owners = itertools.islice(filter(None, extent.owners), MAX_SURPLUS_SLOTS)
             chosen = (owner for owner in owners if owner.live and not owner.pending)
             victims.add(itertools.islice(chosen, max(0, most - len(victims.entries))))
 

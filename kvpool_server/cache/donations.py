@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.extent import Extent
+from kvpool_server.cache.arena import Arena, Extent
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
 
-SAMPLED_SLOTS = 32
-"""Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
 MAX_DONATED_SLOTS = 4_096
 """Slots of an extent that one put empties. A larger one is drained, some slots at a time, while puts are refused."""
 MAX_SEARCHED_SLOTS = 1 << 16
@@ -74,10 +71,9 @@ class ExtentDrain:
     def start(self, extent: Extent, now: float) -> None:
         """Drains an extent for the size that waits for one."""
         assert self.wanted_by is not None
-        tenant, slot_bytes = self.wanted_by
-        self._arena.start_drain(extent.start, slot_bytes, tenant)
+        self._arena.start_drain(extent, self.wanted_by)
         self._entries = deque(filter(None, extent.owners))
-        self._is_foreign = extent.tenant != tenant
+        self._is_foreign = extent.tenant != self.wanted_by[0]
         self._ends_at = now + DRAIN_S + (self._longest_hold_s if self._is_foreign else 0)
         self._extent, self._slot_class = extent, self.wanted_by
         self.wanted_by, self.is_active = None, True
@@ -172,7 +168,7 @@ class Donations:
         for size in sorted(colder, key=last_used.__getitem__):
             del num_extents[size]
             for extent in self._unheld(arena.extents(size, tenant), search):
-                if last_pin_end(extent) > now:
+                if extent.last_pin_end > now:
                     break  # As those behind it; what this size holds itself is evicted before.
                 num_mine += 1
                 yield extent
@@ -216,7 +212,7 @@ class Donations:
         """
         now = self._clock()
         candidates = (each for each in extents if each.start not in search.given)
-        for extent in sorted(candidates, key=lambda each: (last_pin_end(each) > now, last_use(each))):
+        for extent in sorted(candidates, key=lambda each: (each.last_pin_end > now, each.last_use)):
             if extent.num_used > MAX_DONATED_SLOTS or search.is_unheld(extent):
                 yield extent
 
@@ -237,13 +233,3 @@ class Search:
         if self._num_slots > MAX_SEARCHED_SLOTS:
             return False
         return all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
-
-
-def last_use(extent: Extent) -> int:
-    """The stamp of the last use of an extent, of some of its slots."""
-    return max((entry.used for entry in extent.sample(SAMPLED_SLOTS)), default=0)
-
-
-def last_pin_end(extent: Extent) -> int:
-    """When the last pin of an extent ends, of some of its slots."""
-    return max((entry.pinned_until for entry in extent.sample(SAMPLED_SLOTS)), default=0)

@@ -1,1 +1,0 @@
-"""Where entries lie in the arena."""
