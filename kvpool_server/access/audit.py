@@ -22,7 +22,7 @@ import structlog
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.security.principal import Principal
-from kvpool_server.sharing.shares import Shares
+from kvpool_server.sharing import Shares
 
 log = structlog.get_logger()
 

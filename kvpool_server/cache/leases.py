@@ -13,7 +13,7 @@ from kvpool.protocol.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
-from kvpool_server.sharing.shares import Shares
+from kvpool_server.sharing import Shares
 
 SWEEP_AT_LEAST = 1_000
 

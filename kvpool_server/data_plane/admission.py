@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
-from kvpool_server.sharing.shares import SPARED_S, Shares
+from kvpool_server.sharing import SPARED_S, Shares
 
 MAX_CONNECTIONS = 256
 """Proven connections of one worker."""

@@ -46,7 +46,7 @@ from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, pace
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
-from kvpool_server.sharing.shares import Shares
+from kvpool_server.sharing import Shares
 
 log = structlog.get_logger()
 

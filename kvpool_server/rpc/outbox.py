@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpool.protocol.errors import BusyError
-from kvpool_server.sharing.shares import Shares
+from kvpool_server.sharing import Shares
 
 SMALL_BYTES = 16 << 10
 """A reply of no more is not counted."""

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvpool.protocol.errors import BusyError, PoolTimeoutError
-from kvpool_server.sharing.shares import SPARED_S, Shares
+from kvpool_server.sharing import SPARED_S, Shares
 
 _Turn = asyncio.Future[None]
 TRY_AGAIN = "try again later, with fewer at once"

@@ -26,7 +26,7 @@ from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
-from kvpool_server.sharing.shares import Shares
+from kvpool_server.sharing import Shares
 from kvpool_server.tiering.demoter import Demoter, Watermark
 from kvpool_server.tiering.prefetcher import Prefetcher, prefetch
 from kvpool_server.tiering.promoter import MAX_ARENA_SHARE, Promoter

@@ -140,7 +140,7 @@ SETTINGS = {
     "A message to the server has 128 KiB": "kvpool.protocol.pieces: MESSAGE_BYTES",
     "A request of more than 24 KiB": "kvpool_server.rpc.handlers: AT_ONCE_BYTES",
     "first message of a call | within 10 s": "kvpool_server.rpc.inbox: MESSAGE_S",
-    "is ended, once by 1 s": "kvpool_server.sharing.shares: SPARED_S",
+    "is ended, once by 1 s": "kvpool_server.sharing: SPARED_S",
     "payload | | 16 | 256 wait for 10 s": "kvpool_server.rpc.inbox: MESSAGE_S",
     "of a client wait for 10 s": "kvpool_server.rpc.inbox: MESSAGE_S",
     "`RESOURCE_EXHAUSTED` | 128 MiB": "kvpool_server.rpc.inbox: MAX_LARGE * 2 * MAX_REQUEST_BYTES",

@@ -21,9 +21,8 @@ from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc import inbox, operators
 from kvpool_server.rpc.blocks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns
-from kvpool_server.sharing import fair_slots
+from kvpool_server.sharing import LEAST, RESERVE, Shares, fair_slots
 from kvpool_server.sharing.fair_slots import FairSlots, Pace
-from kvpool_server.sharing.shares import LEAST, RESERVE, Shares
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
