@@ -27,7 +27,7 @@ import xxhash
 
 from kvpool.protocol.types import MissCause
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction.base import TICK
+from kvpool_server.cache.eviction.policy import TICK
 from kvpool_server.cache.steps import Steps
 
 _FOR_BITS, _AGE_BITS, _CAUSE_BITS = 12, 8, 4
@@ -57,7 +57,7 @@ UNKNOWN = -1.0
 
 
 class UseTimes:
-    """When a stamp was given: entries record their last use as a stamp (`eviction/base.py`), people ask for seconds.
+    """When a stamp was given: entries record their last use as a stamp (`eviction/policy.py`), people ask for seconds.
 
     A mark is a stamp and the time at which it was the latest one. There is one for each second at most, and fewer of
     long ago, so that the error is about 3 % of a use's age, and 1 s at least.

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvpool.protocol.errors import ConfigError
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import PrefixLRU
 from kvpool_server.tiers.file.directory import Directory, DirectoryLock, UntrustedFileError
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier

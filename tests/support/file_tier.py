@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import PrefixLRU
 from kvpool_server.cache.steps import Run, at_once
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.extents import Disk

@@ -10,7 +10,7 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import Quota, ShardRange
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import PrefixLRU
 from kvpool_server.cache.limits import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock

@@ -1,13 +1,12 @@
-"""Which blocks are evicted when the arena is full. `POLICIES` is the registry; `base` is what a policy implements."""
+"""Which blocks are evicted when the arena is full."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvpool_server.cache.eviction.base import EXPIRED, TICK, Policy
 from kvpool_server.cache.eviction.evictor import Evictor, SearchCutError
 from kvpool_server.cache.eviction.hit_density import HitDensity
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import EXPIRED, TICK, Policy, PrefixLRU
 
 POLICIES: Mapping[str, type[Policy]] = {"density": HitDensity, "lru": PrefixLRU}
 """The values of `--policy`, and the policy that each names."""

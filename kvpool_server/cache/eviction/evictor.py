@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.eviction.base import EXPIRED, TICK, Policy
+from kvpool_server.cache.eviction.policy import EXPIRED, TICK, Policy
 
 MIN_DEAD_TO_SWEEP = 1_000
 """Dropped entries in a queue: with fewer the queue is not swept, however short it is."""

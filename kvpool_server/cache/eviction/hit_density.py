@@ -35,8 +35,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.eviction.base import TICK, Policy, VictimQueue
 from kvpool_server.cache.eviction.hit_density_model import NUM_PLACES, Ghosts, HitDensityModel
+from kvpool_server.cache.eviction.policy import TICK, Policy, VictimQueue
 
 FIRST_EPOCH_CALLS = 4
 """Length of an epoch at first, in calls: the width of the model's first age bin. It doubles with too many buckets."""

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction.base import TICK, Policy
 from kvpool_server.cache.eviction.evictor import VICTIM, Chosen, Evictor
+from kvpool_server.cache.eviction.policy import TICK, Policy
 
 ROUNDS = 8
 """If a put needs victims of several partitions, each choice takes 1/8 of them from the partition whose next victim is

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction.base import TICK
+from kvpool_server.cache.eviction.policy import TICK
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.tiers.tier import BlockKey, Prompt, Tier, keys_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.protocol.errors import ConfigError
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import PrefixLRU
 from kvpool_server.tiers.registry import KINDS, parse
 from kvpool_server.tiers.tier import OpenFiles, TierContext
 from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of

@@ -10,7 +10,7 @@ import pytest
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import TICK, Evictor, Policy, SearchCutError
 from kvpool_server.cache.eviction.evictor import MAX_VISITED, MIN_DEAD_TO_SWEEP, Chosen
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import PrefixLRU
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.entries import drop, make_entry

@@ -15,7 +15,7 @@ import pytest
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.mooncake_engine import RDMA_DEVICES
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.store_process import (

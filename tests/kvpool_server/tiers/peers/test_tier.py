@@ -21,7 +21,7 @@ from kvpool.protocol.types import BlockRun, in_parts
 from kvpool.security.principal import Role
 from kvpool.transport.mover import Movers
 from kvpool.transport.segment import Segment
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.policy import PrefixLRU
 from kvpool_server.rpc.blocks import MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS
 from kvpool_server.tiers.peers import directory as peers_directory
 from kvpool_server.tiers.peers.tier import PeersTier

@@ -1,7 +1,6 @@
 """What an eviction policy implements: what it learns from uses, and the order in which candidates are evicted.
 
-`Evictor` owns a policy and its queue. It sees to what all policies share: only leaves are candidates, and no entry that
-is leased or being written is chosen.
+`PrefixLRU` is the smallest one. `Evictor` owns a policy and its queue, and sees to what all policies share.
 
 A stamp is `call * TICK + kind`: the number of the pool's call that used an entry and, if the policy tells uses apart,
 the kind of use. So stamps order uses by call, whatever their kinds.
@@ -9,6 +8,8 @@ the kind of use. So stamps order uses by call, whatever their kinds.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -85,3 +86,55 @@ class Policy(ABC):
         Args:
             next_victim: finds the next victim.
         """
+
+
+class PrefixLRU(Policy):
+    """Evicts the least recently used block; of the blocks that one call used, the one that became a candidate first.
+
+    In a prefix, blocks become candidates from its end, so its deepest block is evicted first.
+    """
+
+    summary = "the least recently used"
+
+    def __init__(self) -> None:
+        self.queue = StampHeap()
+
+    def worth(self, entry: Entry, stamp: int) -> float:
+        return entry.used
+
+    def oldest_stamp(self, next_victim: Callable[[], Entry | None]) -> int | None:
+        victim = next_victim()
+        return None if victim is None else victim.used
+
+
+class StampHeap(VictimQueue):
+    """Candidates by stamp, in two heaps: a sweep moves entries from `_unswept`, item by item, to the other."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Entry]] = []
+        self._unswept: list[tuple[int, int, Entry]] = []
+        self._ties = itertools.count()
+
+    def push(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, (entry.used, next(self._ties), entry))
+
+    def pop(self) -> tuple[int, Entry] | None:
+        heap = self._heap
+        if self._unswept and (not heap or self._unswept[0] < heap[0]):
+            heap = self._unswept
+        if not heap:
+            return None
+        stamp, _, entry = heapq.heappop(heap)
+        return stamp, entry
+
+    def sweep(self, count: int, keep: Callable[[Entry], bool]) -> int:
+        if not self._unswept:
+            self._unswept, self._heap = self._heap, self._unswept
+        removed = 0
+        for _ in range(min(count, len(self._unswept))):
+            item = self._unswept.pop()  # What remains of a heap without its last item is a heap.
+            if keep(item[2]):
+                heapq.heappush(self._heap, item)
+            else:
+                removed += 1
+        return removed
