@@ -57,7 +57,7 @@ from kvpool_server.tiers.calls import traced
 from kvpool_server.tiers.peers.handover import hand_over
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
-from kvpool_server.value.feed import ValueFeed
+from kvpool_server.value.curve import ValueFeed
 from kvpool_server.value.recorder import Recorder
 
 log = structlog.get_logger()

@@ -25,7 +25,7 @@ from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.restoring import Adoption, Columns
+from kvpool_server.cache.server_access import Adoption, Columns
 from kvpool_server.cache.steps import Run, Steps, finish
 from kvpool_server.keeping import store
 from kvpool_server.keeping.table import (

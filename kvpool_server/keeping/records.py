@@ -21,7 +21,7 @@ import xxhash
 
 from kvpool.protocol.types import HASH_BYTES
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.restoring import Columns
+from kvpool_server.cache.server_access import Columns
 
 Words = npt.NDArray[np.uint64]
 

@@ -40,7 +40,7 @@ from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES, Quota
 from kvpool.transport.segment import sealed_file
 from kvpool_server.cache.arena import MAX_SLOTS_PER_EXTENT
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.restoring import Columns
+from kvpool_server.cache.server_access import Columns
 from kvpool_server.keeping import records
 
 TABLE = "kvpool-table"

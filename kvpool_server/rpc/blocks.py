@@ -27,8 +27,8 @@ from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.hints import MAX_PIN_S
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
+from kvpool_server.cache.server_access import pin
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
-from kvpool_server.cache.tier_access import pin
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.process.event_loop import begun
 from kvpool_server.reports.usage_ledger import count_evictions

@@ -27,8 +27,8 @@ import structlog
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import SearchCutError
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.server_access import pin, pin_next_victims, unpin_victims
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps, finish
-from kvpool_server.cache.tier_access import pin, pin_next_victims, unpin_victims
 from kvpool_server.tiers.calls import ANSWER_S, Health
 from kvpool_server.tiers.tier import Block, Tier, TierError
 

@@ -25,8 +25,8 @@ from kvpool.protocol.types import BlockRun, PutGrant, PutStatus
 from kvpool_server.cache.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.server_access import commit, reserve
 from kvpool_server.cache.steps import Run, Steps
-from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.demoter import Watermark
 from kvpool_server.tiers.calls import Health
 from kvpool_server.tiers.tier import BlockKey, Tier, TierError, keys_of

@@ -67,7 +67,7 @@ SETTINGS = {
     "written every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
     "sampled every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
     "Engines report every 10 s": "vllm_plugin.scheduler.telemetry: REPORT_EVERY_S",
-    "within 1 % of one core": "kvpool_server.value.feed: CPU_SHARE",
+    "within 1 % of one core": "kvpool_server.value.curve: CPU_SHARE",
     "takes 6 to 10 minutes on two cores": ELSEWHERE,
     "still answers 10 s after the deadline": "kvpool.commands.server: LATE_S",
     "`drain_ms` and 5 s together": "kvpool_server.app.composition: HANDOVER_S",

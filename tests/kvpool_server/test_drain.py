@@ -28,8 +28,8 @@ from kvpool.protocol.types import MAX_DRAIN_MS, Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.leases import HoldTable
+from kvpool_server.cache.server_access import commit
 from kvpool_server.cache.steps import finish
-from kvpool_server.cache.tier_access import commit
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.handlers import SERVICE_NAME
 from kvpool_server.tiering.tiered_pool import TieredPool

@@ -19,9 +19,8 @@ from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.restoring import restore
+from kvpool_server.cache.server_access import commit, reserve, restore
 from kvpool_server.cache.steps import finish
-from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.calls import DaemonThreadPool

@@ -15,7 +15,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands import common
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.value.histogram import SIZES
+from kvpool_server.value.curve import SIZES
 from tests.conftest import StartServer
 from tests.kvpool.conftest import CliAt
 from tests.support.processes import ServerProcess, wait_for

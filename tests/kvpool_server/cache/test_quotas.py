@@ -8,8 +8,8 @@ from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.types import Quota
 from kvpool_server.cache import placement
 from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.server_access import pin_next_victims, unpin_victims
 from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, finish
-from kvpool_server.cache.tier_access import pin_next_victims, unpin_victims
 from tests.support.integrity import check_integrity
 from tests.support.tenants import House
 

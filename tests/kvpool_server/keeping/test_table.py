@@ -17,7 +17,7 @@ from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.eviction.evictor import Chosen
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.restoring import Columns
+from kvpool_server.cache.server_access import Columns
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping.adoption import TableFollower, restore
 from kvpool_server.keeping.records import record_bytes

@@ -25,8 +25,18 @@ from hypothesis import strategies as st
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps, finish
-from kvpool_server.value.feed import CPU_SHARE, FADE_EVERY_S, HALF_LIFE_S, MAX_QUEUED_BLOCKS, ValueFeed
-from kvpool_server.value.histogram import MAX_TENANTS, REST, SIZES, STEP_SAMPLED_BLOCKS, DistanceHistogram
+from kvpool_server.value.curve import (
+    CPU_SHARE,
+    FADE_EVERY_S,
+    HALF_LIFE_S,
+    MAX_QUEUED_BLOCKS,
+    MAX_TENANTS,
+    REST,
+    SIZES,
+    STEP_SAMPLED_BLOCKS,
+    DistanceHistogram,
+    ValueFeed,
+)
 from tests.conftest import StartServer
 from tests.support.bare_pool import make_pool, put
 from tests.support.clock import FakeClock

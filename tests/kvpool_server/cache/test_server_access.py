@@ -8,7 +8,7 @@ from array import array
 
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Group
-from kvpool_server.cache.restoring import Adoption, Columns
+from kvpool_server.cache.server_access import Adoption, Columns
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.bare_pool import put
 from tests.support.clock import FakeClock
