@@ -1,47 +1,106 @@
-"""Blocks whose bytes have outlived the process of a pool, in their slots: a new pool gets them back."""
+"""What the server itself does with whole blocks of a pool: write them, read them, and adopt those of its predecessor.
+
+The server's own tickets and leases have no deadline: whoever makes one ends it, in this process. The file stands in the
+order of its paths: reserve, commit; pin, pin_next_victims, unpin_victims; then `Adoption` of blocks whose bytes have
+outlived the process of a pool, in their slots.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.types import BlockRun, MissCause, PutGrant, ShardRange
 from kvpool_server.cache.arena import Extent
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Record
+from kvpool_server.cache.eviction import Evictor
+from kvpool_server.cache.leases import Lease
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Steps
 
 
-def restore(pool: Pool, found: Mapping[Group, Sequence[Record]]) -> None:
-    """Makes the blocks of a journal readable in a pool that is empty, where their offsets are slots of their size.
+class PinnedVictims(NamedTuple):
+    """Entries that are to be evicted next, pinned until they are written to a tier.
 
     Args:
-        found: the blocks of each group, parents before their children; no two have one offset.
+        lease_id: of the pin.
+        entries: children before their parents.
+        evictors: which chose each of them.
     """
-    adoption, arena = Adoption(pool), pool.arena
-    for group, records in found.items():
-        fitting = [
-            record
-            for record in records
-            if record.offset < arena.arena_bytes and record.offset % arena.extent_bytes % group.spec.slot_bytes == 0
-        ]
-        stamp, count = pool.placement.next_stamp([group]), len(fitting)
-        names, parents, offsets, sums, _ = zip(*fitting, strict=True) if fitting else [()] * len(Record._fields)
-        added = adoption.add(group, Columns(offsets, names, parents, sums, [stamp] * count, [0] * count))
-        policy = pool.placement.evictor(group).policy
-        for start, stop in itertools.pairwise([*_chain_starts(added), len(added)]):
-            policy.stored(added[start:stop], stamp)
-    adoption.finish({})
+
+    lease_id: int
+    entries: list[Entry]
+    evictors: list[Evictor]
 
 
-def _chain_starts(entries: Sequence[Entry]) -> Iterator[int]:
-    """Where entries begin that each follow the one before."""
-    before = None
-    for nth, entry in enumerate(entries):
-        if entry.parent is not before or not nth:
-            yield nth
-        before = entry
+def reserve(pool: Pool, group: Group, runs: Sequence[BlockRun]) -> Steps[PutGrant]:
+    """As `Pool.put_start_in_steps`, of whole blocks, under a ticket that does not expire: end it with `commit`.
+
+    Raises OutOfSpaceError, or UnknownNamespaceError if the namespace is closed.
+    """
+    shards = ShardRange(0, group.spec.num_shards)
+    ticket, statuses = yield from pool.reserve_in_steps(group.fingerprint, runs, shards, math.inf)
+    offsets = tuple(entry.offset for entry in ticket.entries)
+    return PutGrant(ticket.id if offsets else 0, 0, tuple(statuses), offsets)
+
+
+def commit(pool: Pool, ticket_id: int, checksums: Sequence[Sequence[int] | None]) -> int:
+    """Ends a ticket of `reserve`; returns how many of its blocks are readable now.
+
+    Args:
+        checksums: the chunks' checksums of each granted block; None for a block that was not written.
+    """
+    ticket = pool.tickets.pop(ticket_id)
+    assert ticket is not None, "a ticket without a deadline was lost"
+    written: list[Entry] = []
+    for entry, sums in zip(ticket.entries, checksums, strict=True):
+        if sums is None:
+            pool.entry_table.revoke(entry, ticket)
+        else:
+            written.append(entry)
+    committed, _ = pool.entry_table.commit(written, ticket, [value for sums in checksums for value in sums or ()])
+    return committed
+
+
+def pin(pool: Pool, entries: Sequence[Entry]) -> int:
+    """Leases live entries without a deadline; end the lease with `Pool.release`. The policies see no use of them."""
+    lease = Lease(pool.new_id(), math.inf, list(entries))
+    assert all(entry.live for entry in lease.entries), "a dropped entry cannot be pinned"
+    for entry in lease.entries:
+        entry.leases += 1
+    pool.leases.add(lease)
+    return lease.id
+
+
+def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> PinnedVictims:
+    """Pins the entries that are to be evicted next; end that with `unpin_victims`.
+
+    The arguments are those of `Placement.next_victims`. Raises SearchCutError: call again; no entry is pinned then.
+    """
+    pool.expire()
+    entries = pool.placement.next_victims(reserve, needs, max_bytes)
+    return PinnedVictims(pin(pool, entries), entries, [pool.placement.evictor(entry.group) for entry in entries])
+
+
+def unpin_victims(pool: Pool, victims: PinnedVictims, *, drop: bool) -> int:
+    """Unpins victims; with `drop`, drops those that are still unused leaves. Returns how many were dropped."""
+    pool.leases.pop(victims.lease_id)  # A lease that is released lets many entries go over several calls.
+    left: list[Entry] = []
+    for entry in victims.entries:
+        pool.entry_table.release(entry)
+    for entry, evictor in zip(victims.entries, victims.evictors, strict=True):
+        if entry.live and drop and entry.movable and not entry.children:
+            left.append(entry)
+            pool.entry_table.drop(entry)
+        elif entry.live:
+            pool.placement.keep(entry, evictor)
+    pool.entry_table.departures.left(left, MissCause.EVICTED)
+    pool.counters["evicted_blocks"] += len(left)
+    return len(left)
 
 
 _UNKNOWN_DEPTH = -(1 << 40)
@@ -191,3 +250,34 @@ class Adoption:
             self._pool.entry_table.quarantine.add(entry, until)
         nobodys.num_slots = len(entries)
         self._pool.arena.occupy(extent.start // self._pool.arena.extent_bytes, entries)
+
+
+def restore(pool: Pool, found: Mapping[Group, Sequence[Record]]) -> None:
+    """Makes the blocks of a journal readable in a pool that is empty, where their offsets are slots of their size.
+
+    Args:
+        found: the blocks of each group, parents before their children; no two have one offset.
+    """
+    adoption, arena = Adoption(pool), pool.arena
+    for group, records in found.items():
+        fitting = [
+            record
+            for record in records
+            if record.offset < arena.arena_bytes and record.offset % arena.extent_bytes % group.spec.slot_bytes == 0
+        ]
+        stamp, count = pool.placement.next_stamp([group]), len(fitting)
+        names, parents, offsets, sums, _ = zip(*fitting, strict=True) if fitting else [()] * len(Record._fields)
+        added = adoption.add(group, Columns(offsets, names, parents, sums, [stamp] * count, [0] * count))
+        policy = pool.placement.evictor(group).policy
+        for start, stop in itertools.pairwise([*_chain_starts(added), len(added)]):
+            policy.stored(added[start:stop], stamp)
+    adoption.finish({})
+
+
+def _chain_starts(entries: Sequence[Entry]) -> Iterator[int]:
+    """Where entries begin that each follow the one before."""
+    before = None
+    for nth, entry in enumerate(entries):
+        if entry.parent is not before or not nth:
+            yield nth
+        before = entry
