@@ -19,7 +19,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry
@@ -45,15 +45,6 @@ class PinBudget:
     used_bytes: int
 
 
-@dataclass(slots=True)
-class _Share:
-    """What the pins of one namespace take: bytes by the end of the pins, each of which is in `Pins._ends` once."""
-
-    tenant: str
-    by_end: Counter[int] = field(default_factory=Counter)
-    nbytes: int = 0
-
-
 class Pins:
     """The pins of one pool; each tenant may pin `budget_bytes`.
 
@@ -63,9 +54,9 @@ class Pins:
 
     def __init__(self, budget_bytes: int):
         self._budget_bytes = budget_bytes
-        self._by_namespace: dict[bytes, _Share] = {}
+        self._by_namespace: dict[bytes, Counter[int]] = {}  # Bytes by the end of the pins.
         self._by_tenant: Counter[str] = Counter()
-        self._ends: list[tuple[int, bytes]] = []
+        self._ends: list[tuple[int, bytes, str]] = []  # A heap: each end in `_by_namespace`, of which tenant's.
         self.next_end = math.inf
 
     def pin(self, entry: Entry, until: int, now: float) -> bool:
@@ -91,19 +82,18 @@ class Pins:
     def expire(self, now: float) -> None:
         """Counts the pins that have ended no longer."""
         while self._ends and self._ends[0][0] <= now:
-            end, fingerprint = heapq.heappop(self._ends)
-            if (share := self._by_namespace.get(fingerprint)) is not None:
-                self._take(share, share.by_end.pop(end, 0))
-                if not share.by_end:
-                    del self._by_namespace[fingerprint]
+            end, fingerprint, tenant = heapq.heappop(self._ends)
+            by_end = self._by_namespace[fingerprint]
+            self._take(tenant, by_end.pop(end))
+            if not by_end:
+                del self._by_namespace[fingerprint]
         self.next_end = self._ends[0][0] if self._ends else math.inf
 
     def pinned_bytes(self, fingerprint: bytes | None = None) -> int:
         """Bytes of slots of a namespace's pinned entries, or of all."""
         if fingerprint is None:
             return self._by_tenant.total()
-        share = self._by_namespace.get(fingerprint)
-        return 0 if share is None else share.nbytes
+        return sum(self._by_namespace.get(fingerprint, {}).values())
 
     def budgets(self, tenants: Iterable[str] | None = None) -> list[PinBudget]:
         """What these tenants may pin, and have pinned, by tenant; by default those that have pinned something."""
@@ -113,29 +103,26 @@ class Pins:
 
     def _charge(self, entry: Entry, until: int) -> None:
         group = entry.group
-        if (share := self._by_namespace.get(group.fingerprint)) is None:
-            share = self._by_namespace[group.fingerprint] = _Share(group.declared_tenant)
-        if until not in share.by_end:
-            heapq.heappush(self._ends, (until, group.fingerprint))
+        by_end = self._by_namespace.setdefault(group.fingerprint, Counter())
+        if until not in by_end:
+            heapq.heappush(self._ends, (until, group.fingerprint, group.declared_tenant))
             self.next_end = self._ends[0][0]
-        share.by_end[until] += group.spec.slot_bytes
-        share.nbytes += group.spec.slot_bytes
-        self._by_tenant[share.tenant] += group.spec.slot_bytes
+        by_end[until] += group.spec.slot_bytes
+        self._by_tenant[group.declared_tenant] += group.spec.slot_bytes
         self._set(entry, until)
 
     def _uncharge(self, entry: Entry) -> None:
         """An entry's pin is counted no longer, if it is; `expire` may have seen to that."""
-        nbytes = entry.group.spec.slot_bytes
-        share = self._by_namespace.get(entry.group.fingerprint)
-        if share is not None and share.by_end.get(entry.pinned_until, 0):
-            share.by_end[entry.pinned_until] -= nbytes
-            self._take(share, nbytes)
+        group = entry.group
+        by_end = self._by_namespace.get(group.fingerprint)
+        if by_end is not None and by_end[entry.pinned_until]:
+            by_end[entry.pinned_until] -= group.spec.slot_bytes
+            self._take(group.declared_tenant, group.spec.slot_bytes)
 
-    def _take(self, share: _Share, nbytes: int) -> None:
-        share.nbytes -= nbytes
-        self._by_tenant[share.tenant] -= nbytes
-        if not self._by_tenant[share.tenant]:
-            del self._by_tenant[share.tenant]
+    def _take(self, tenant: str, nbytes: int) -> None:
+        self._by_tenant[tenant] -= nbytes
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     @staticmethod
     def _set(entry: Entry, until: int) -> None:

@@ -35,19 +35,12 @@ class Transfers(Protocol):
         """Ids of the tickets and leases under which a transfer is under way."""
 
 
-class NoTransfers:
-    """For a pool whose bytes are moved by its own process alone, or by clients that it cannot stop."""
-
-    def end(self, hold_id: int) -> bool:
-        return True
-
-    def active(self) -> Set[int]:
-        return frozenset()
-
-
 @dataclass(eq=False)
 class Holds:
     """Grants leases and tickets, and ends them.
+
+    Args:
+        transfers: None: bytes are moved by the pool's own process alone, or by clients that it cannot stop.
 
     Attributes:
         leases, tickets: the live ones.
@@ -56,7 +49,7 @@ class Holds:
     """
 
     _entry_table: EntryTable
-    _transfers: Transfers
+    _transfers: Transfers | None
     _limits: Limits
     _limits_of: Callable[[str], IdentityLimits]
     _new_id: Callable[[], int]
@@ -177,7 +170,7 @@ class Holds:
             self._counters["expired_leases"] += 1
             self._end_lease(lease)
             ended += 1
-        if self._unfinished:
+        if self._transfers is not None and self._unfinished:
             finished = self._unfinished.keys() - self._transfers.active()
             self._ended_leases += [self._unfinished.pop(hold_id) for hold_id in finished]
         while ended < count and (ticket := self.tickets.pop_expired(now)) is not None:
@@ -187,7 +180,7 @@ class Holds:
 
     def _end_transfers(self, hold: Hold) -> bool:
         """Ends what a hold permits; False if a transfer is under way: its entries are to be pinned until that ends."""
-        if self._transfers.end(hold.id):
+        if self._transfers is None or self._transfers.end(hold.id):
             return True
         self._unfinished[hold.id] = hold
         return False

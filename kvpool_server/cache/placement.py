@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.report.quotas import size_text
@@ -128,8 +128,10 @@ class Placement:
         extents = [extent for tenant, size in classes for extent in self._arena.extents(size, tenant)]
         for extent in extents:
             for start in range(0, len(extent.owners), REQUEUED_SLOTS):
-                for group, entries in _by_group(extent.owners[start : start + REQUEUED_SLOTS], groups).items():
-                    self.evictor(group).requeue(entries)
+                owners = filter(None, extent.owners[start : start + REQUEUED_SLOTS])
+                moved = [owner for owner in owners if owner.live and owner.group in groups]
+                for entry in sorted(moved, key=lambda entry: entry.used):
+                    self.evictor(entry.group).requeue([entry])
                 yield
 
     def remove(self, groups: Sequence[Group]) -> None:
@@ -346,12 +348,3 @@ class Placement:
                 return False
             short -= arena.num_freed_by(victims.entries[-num_chosen:], slot_class)
         return True
-
-
-def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[Group, list[Entry]]:
-    """The live ones of these entries, by group, of some groups."""
-    found: dict[Group, list[Entry]] = {}
-    for owner in owners:
-        if owner is not None and owner.live and owner.group in groups:
-            found.setdefault(owner.group, []).append(owner)
-    return found

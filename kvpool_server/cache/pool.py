@@ -11,8 +11,7 @@ Invariants (`tests.support.integrity` recomputes them):
 - A call that raises has changed nothing, except that holds may have expired, its namespace counts as used, and a put
   of several steps may have evicted entries.
 
-Calls on many blocks work in steps (`steps.py`), and what ends many holds at once does so over several calls: `settle`
-does more of it, and says whether more is left.
+Calls on many blocks work in steps (`steps.py`). Where many holds end at once, several calls end them: see `settle`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy, SearchCutError
 from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.hints import Hints, Pins
-from kvpool_server.cache.holds import Holds, NoTransfers, Transfers
+from kvpool_server.cache.holds import Holds, Transfers
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups, Removals
@@ -53,10 +52,9 @@ class Pool:
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
         policy: makes an eviction policy, for each slot size and each set of quotas.
         transfers: those of the data port.
-        limits_of: of an identity.
+        limits_of: the limits of an identity.
 
     Attributes:
-        leases, tickets: the live ones.
         namespaces: the open ones, and those that were closed and still hold entries.
         on_closed: each is called with each namespace that is closed, once it holds nothing any more.
         on_quotas: called when quotas have been set.
@@ -85,7 +83,7 @@ class Pool:
         self._departures = Departures(clock)
         grace_s = self.limits.grace_ms / 1000
         self.entry_table = EntryTable(arena, self.placement, self._departures, clock, grace_s, self.counters, self.pins)
-        self._holds = Holds(self.entry_table, transfers or NoTransfers(), self.limits, limits_of, new_id, self.counters)
+        self._holds = Holds(self.entry_table, transfers, self.limits, limits_of, new_id, self.counters)
         self.leases, self.tickets = self._holds.leases, self._holds.tickets
         self.clock = clock
         self.namespaces = Namespaces(self.limits, arena.extent_bytes, arena.has_tenants)
@@ -336,11 +334,7 @@ class Pool:
 
     def _settle(self, now: float, count: int) -> int:
         """As `expire`, for up to about `count` entries; returns how many holds, entries and slots it visited."""
-        ended = self._holds.settle(now, count)
-        ended += self.entry_table.free_expired(now, count)
-        if self.namespaces.closing:
-            ended += self._drop_closed(count)
-        return ended
+        return self._holds.settle(now, count) + self.entry_table.free_expired(now, count) + self._drop_closed(count)
 
     def _drop_closed(self, count: int) -> int:
         """Drops up to `count` entries of namespaces that were closed, and forgets those that are empty."""

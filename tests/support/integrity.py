@@ -94,8 +94,8 @@ def _check_pins(pins: Pins, entries: Iterable[Entry], now: float) -> None:
         parent = entry.parent
         is_kept = parent is None or not parent.live or parent.pinned_until >= entry.pinned_until
         assert is_kept, "a pin outlives that of a block before it"
-    counted = {fingerprint: share.nbytes for fingerprint, share in pins._by_namespace.items() if share.nbytes}
+    counted = {fingerprint: total for fingerprint in pins._by_namespace if (total := pins.pinned_bytes(fingerprint))}
     assert counted == dict(nbytes), "the bytes of pins are off"
-    assert all(sum(share.by_end.values()) == share.nbytes for share in pins._by_namespace.values()), "ends are off"
+    assert pins.pinned_bytes() == sum(counted.values()), "the bytes of tenants are off"
     for budget in pins.budgets():
         assert budget.used_bytes <= budget.limit_bytes, "a tenant has pinned more than its budget"

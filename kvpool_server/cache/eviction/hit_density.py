@@ -51,7 +51,7 @@ BucketKey = tuple[int, int]
 # A kind has six bits, which are the part of a stamp below TICK:
 #   bits 4 and 5: turn, how many hits the conversation has had, up to MAX_TURN.
 #   bits 1 to 3: growth, log2 of how many blocks the turn has added, up to MAX_GROWTH; 0 after a hit.
-#   bit 0: tail, set for the last block of a conversation.
+#   bit 0: tail, set for the last block of a conversation that has had no hit since it was stored.
 NUM_KINDS = TICK
 TAIL = 1
 _GROWTH_SHIFT, _GROWTH_MASK = 1, 7
@@ -236,7 +236,7 @@ class HitDensity(Policy):
         if parent is not None:
             turn = turn_of(parent)
             num_before = (1 << (parent.used >> _GROWTH_SHIFT & _GROWTH_MASK)) - 1
-            if is_tail(parent):
+            if parent.used & TAIL:
                 if (weight := SAMPLES.get(parent.depth)) is not None:
                     kind = parent.used % TICK
                     self._model.reclassify(kind, kind & ~TAIL, parent.used // TICK, now, weight)
@@ -316,8 +316,3 @@ def _ghost(entry: Entry) -> tuple[int, int]:
 def turn_of(entry: Entry) -> int:
     """How many hits the conversation of an entry has had, up to MAX_TURN."""
     return entry.used >> _TURN_SHIFT & _TURN_MASK
-
-
-def is_tail(entry: Entry) -> bool:
-    """True for the last block of a conversation that has had no hit since it was stored."""
-    return bool(entry.used & TAIL)

@@ -66,8 +66,14 @@ class Victims:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is not None:
-            self._undo()
+        if error is None:
+            return
+        for evictor, victims in self._by_evictor:
+            evictor.restore(victims)
+        for entry in self._added:
+            # An evictor that popped this entry since has removed it from its queue.
+            if not entry.children and not entry.pending:
+                self._evictor_of(entry.group).add(entry)
 
     def choose(self, evictor: Evictor, count: int, pinned: bool = False) -> int:
         """Adds up to `count` victims that an evictor chooses, with `pinned` also pinned ones; returns how many."""
@@ -87,15 +93,6 @@ class Victims:
             parent = entry.parent
             if parent is not None and parent.live and (before := self.chosen.get(parent, 0)) != VICTIM:
                 self.chosen[parent] = before + 1
-
-    def _undo(self) -> None:
-        """Evicts none of them: all become candidates again."""
-        for evictor, victims in self._by_evictor:
-            evictor.restore(victims)
-        for entry in self._added:
-            # An evictor that popped this entry since has removed it from its queue.
-            if not entry.children and not entry.pending:
-                self._evictor_of(entry.group).add(entry)
 
 
 class Partition:
