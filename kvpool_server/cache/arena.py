@@ -29,7 +29,7 @@ MIN_SLOT_BYTES = 4 << 10
 """An extent has no more slots than slots of this size. So the server's own memory for blocks, 0.5 KiB for each and up
 to 0.6 KiB for its shards, is little more than a quarter of the arena, however small the blocks are."""
 FEW_SLOTS = 1 << 15
-"""An arena of few bytes may have up to so many slots in all."""
+"""Slots that an arena of few bytes may have in all."""
 ZEROED_AT_ONCE = 2 << 20
 """Bytes that one call of `Arena.zero_some` zeroes, within about 1 ms."""
 HOLD_SAMPLE, USE_SAMPLE = 64, 32
@@ -78,9 +78,7 @@ class Extent:
 class _Incoming:
     """Extents that a tenant has claimed, and in which it has no slot yet; `num_puts` wait for them.
 
-    Attributes:
-        zeroed, foreign: extents without another tenant's bytes, and extents with them. The first `zeroed_bytes` of the
-            first foreign extent are zero.
+    The extents in `foreign` have another tenant's bytes; the first `zeroed_bytes` of the first one are zero.
     """
 
     num_puts: int = 0

@@ -33,10 +33,8 @@ from kvpool_server.cache.steps import Steps
 _FOR_BITS, _AGE_BITS, _CAUSE_BITS = 12, 8, 4
 NUM_SLOTS = 1 << _FOR_BITS + _AGE_BITS
 """13 bytes each, which take memory once blocks have left."""
-BATCH = 1024
-"""Departures are entered once so many wait, or when somebody asks."""
-MAX_WAITING_GROUPS = 64
-"""Or once they are of so many groups, each of which takes 10 us to enter."""
+BATCH, MAX_WAITING_GROUPS = 1024, 64
+"""Departures are entered once so many wait, or of so many groups (10 us each), or when somebody asks."""
 MAX_MODELS_PER_TENANT = 64
 """Further models of a tenant have one name, which is empty, where blocks made room for theirs."""
 MAX_NAME_CHARS = 128
@@ -61,13 +59,10 @@ class UseTimes:
 
     A mark is a stamp and the time at which it was the latest one. There is one for each second at most, and fewer of
     long ago, so that the error is about 3 % of a use's age, and 1 s at least.
-
-    Attributes:
-        next_mark: the time from which on `mark` is worth a call.
     """
 
     def __init__(self, now: float):
-        self.next_mark = now
+        self.next_mark = now  # From then on, `mark` is worth a call.
         self._marks: list[tuple[float, int]] = []
         self._ascending: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]] | None = None  # Made once after a mark.
 
@@ -101,10 +96,9 @@ class UseTimes:
 
 @dataclass(frozen=True, slots=True)
 class EvictedFor:
-    """Whose put a block made room for. Clients choose both names.
+    """Whose put a block made room for: the tenant as its namespace declares it, its model; clients choose both names.
 
     Args:
-        tenant: as its namespace declares it.
         model: empty if the tenant has too many.
         is_hidden: another tenant's than that of the caller that is told of it; the names are empty then.
     """
@@ -134,7 +128,7 @@ class Memory(NamedTuple):
 
     Args:
         num_departures: that are remembered.
-        oldest_seconds: since the oldest remembered departure; 0 if there is none.
+        oldest_seconds: since the first of these; 0 if there is none.
         half_seconds: of the blocks that left so long ago, at least half are remembered, and more of the later ones.
     """
 
@@ -144,11 +138,7 @@ class Memory(NamedTuple):
 
 
 class Departures:
-    """The blocks that have left one pool.
-
-    Attributes:
-        use_times: when entries were used.
-    """
+    """The blocks that have left one pool, and when those that have not were used."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -165,11 +155,7 @@ class Departures:
         self._num_models: Counter[str] = Counter()
 
     def left(self, entries: Sequence[Entry], cause: MissCause, evicted_for: Group | None = None) -> None:
-        """Entries have left, or are about to.
-
-        Args:
-            evicted_for: the group of the put that they made room for; None: they did so for no single put.
-        """
+        """Entries have left, or are about to: for the put of a group, or None for no single put."""
         if not entries:
             return
         note = min(int(self._clock() - self._started_at), _MAX_LEFT) << _CAUSE_BITS | cause
@@ -242,9 +228,8 @@ class Departures:
     def departures(self, group: Group, names: Sequence[bytes], is_prefix: bool) -> list[tuple[Departure | None, int]]:
         """What is known of the departures of successive blocks, and of how many blocks it is known.
 
-        Args:
-            is_prefix: nobody stores one of the blocks without those before it: as `causes`, and None for the last
-                blocks, of which none is known to have left. Else None for each block that is not known to have left.
+        Of a prefix it is known as in `causes`, and None stands for the last blocks, of which none is known to have
+        left. Else None stands for each block that is not known to have left.
         """
         if not is_prefix or len(names) == 1:
             each = [self.departure(group, name) for name in names]
@@ -262,10 +247,7 @@ class Departures:
         return [*found, (None, len(names) - last)] if last < len(names) else found
 
     def charge(self, group: Group, names: Sequence[bytes], payer: str) -> tuple[Counter[EvictedFor], bool]:
-        """Charges the departures of some blocks to those for whose puts they made room: each departure once.
-
-        Args:
-            payer: the tenant of the blocks, which is charged nothing.
+        """Charges the departures of some blocks to those for whose puts they made room, each once; not to `payer`.
 
         Returns the number of departures that were charged now, for each that is known; and whether there were any that
         were charged now or before.
@@ -280,10 +262,8 @@ class Departures:
         is_new = ~self._charged[slots]
         self._charged[slots] = True
         counts = np.bincount(codes[is_new])
-        charged = {
-            whose: int(count) for whose, count in zip(self._evicted_for, counts, strict=False) if whose and count
-        }
-        return Counter(charged), len(slots) > 0
+        charged = zip(self._evicted_for, counts.tolist(), strict=False)
+        return Counter({whose: count for whose, count in charged if whose and count}), len(slots) > 0
 
     def _slots(self, group: Group, names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], int]:
         """The slot that tells of each block, and of how many of the first blocks one does."""
@@ -296,14 +276,12 @@ class Departures:
         if not len(known):
             return slots, 0
         last = int(known[-1]) + 1
-        known_before = np.zeros(last, np.intp)
-        known_before[:] = known[0]
+        known_before = np.full(last, known[0])
         known_before[known] = known
         slots[:last] = slots[np.maximum.accumulate(known_before)]
         return slots, last
 
     def memory_in_steps(self) -> Steps[Memory]:
-        """How far back the table reaches."""
         self._enter()
         num, oldest = 0, _MAX_LEFT
         for start in range(0, len(self._notes), SLOTS_PER_STEP):

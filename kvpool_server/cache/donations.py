@@ -1,7 +1,6 @@
-"""Extents that are given up to a tenant or slot size that needs one.
+"""Extents that tenants and slot sizes with more than their share, or idle for longest, give up to those that need one.
 
-They are of tenants and slot sizes with more than their share, or unused for longest. `Donations` chooses only: the
-caller evicts what is in an extent. `ExtentDrain` empties one over time.
+`Donations` chooses only: the caller evicts what is in an extent. `ExtentDrain` empties one over time.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class ExtentDrain:
     evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the
     size that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
 
-    An extent of another tenant is drained of leased entries, and of those that are being written, as well: nobody can
-    lease or write them again, so the extent is empty when the leases and tickets have ended, whatever that tenant does.
+    An extent of another tenant is drained of leased and pending entries as well: nobody can lease or write them again,
+    so the extent is empty when the leases and tickets have ended, whatever that tenant does.
 
     Args:
         longest_hold_s: how long a slot can stay held after its entry was dropped.
@@ -100,12 +99,7 @@ class ExtentDrain:
 
 @dataclass(eq=False)
 class Donations:
-    """Extents that tenants and slot sizes give up.
-
-    Args:
-        last_used: the stamp of the last use of a tenant's slots, of a size or of all.
-        clock: of pins, in seconds.
-    """
+    """Extents that tenants and slot sizes give up; `last_used` is that of `Partitions`, the clock that of pins."""
 
     _arena: Arena
     _drain: ExtentDrain
@@ -119,9 +113,7 @@ class Donations:
     def extents(self, slot_class: tuple[str, int], mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
         """Extents that other tenants, then other sizes of the tenant, give up to this one, coldest first.
 
-        Args:
-            mine: the partitions of `slot_class`, which needs an extent.
-            victims: what is to be evicted already.
+        `mine` are the partitions of the class that needs an extent, `victims` what is to be evicted already.
         """
         search = Search(self._arena.withheld(slot_class))
         for extent in filter(search.is_unheld, self._drain.extent_for(slot_class)):
@@ -191,8 +183,7 @@ class Donations:
     ) -> Iterator[Extent]:
         """Unheld extents of the donor with most, then again of the one with most, while it has more than its share.
 
-        Args:
-            num_extents: of each donor; a donor without another unheld extent is removed.
+        Removes a donor without another unheld extent from `num_extents`.
         """
         unheld: dict[Donor, Iterator[Extent]] = {}
         while num_extents and num_extents[donor := max(num_extents, key=num_extents.__getitem__)] > share:
@@ -206,10 +197,7 @@ class Donations:
                 yield extent
 
     def _unheld(self, extents: Iterable[Extent], search: Search) -> Iterator[Extent]:
-        """Those of some extents without a leased or pending entry, coldest first, except those already given.
-
-        Those with pinned entries come last.
-        """
+        """Extents without a leased or pending entry that are not given yet, coldest first, those with pins last."""
         now = self._clock()
         candidates = (each for each in extents if each.start not in search.given)
         for extent in sorted(candidates, key=lambda each: (each.last_pin_end > now, each.last_use)):
@@ -218,14 +206,10 @@ class Donations:
 
 
 class Search:
-    """One put's search for extents; once it has visited `MAX_SEARCHED_SLOTS`, it takes all to be held.
-
-    Attributes:
-        given: the starts of extents that must not be given up again.
-    """
+    """One put's search for extents; once it has visited `MAX_SEARCHED_SLOTS`, it takes all to be held."""
 
     def __init__(self, given: set[int]):
-        self.given = given
+        self.given = given  # Starts of the extents that must not be given up again.
         self._num_slots = 0
 
     def is_unheld(self, extent: Extent) -> bool:

@@ -50,7 +50,7 @@ class BlockIndex(Generic[Value]):
     __slots__ = ("_directory", "_length", "_mask", "_shards")
 
     def __init__(self, expected: int = 0) -> None:
-        """Args: expected: how many values come at once, about: their index is not split for each part of them."""
+        """`expected`: about how many values come at once. Their index is not split for each part of them."""
         depth = min(MAX_DEPTH, (expected // SPLIT_AT).bit_length())
         self._shards: list[_Shard[Value]] = [_Shard(depth, position) for position in range(1 << depth)]
         self._directory = self._shards[:]
@@ -131,7 +131,6 @@ class Group:
         tenant: whose extents its slots are in; "" where the arena has one tenant.
         declared_tenant: the tenant in its namespace's specification, which selects its stream of KV events.
         is_measurement: its blocks are no engine's, and are kept out of tiers.
-        namespace_spec: its namespace's specification.
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
@@ -215,7 +214,7 @@ class Entry(msgspec.Struct, eq=False):
         offset: of its slot in the arena, bytes.
         parent: the entry of the preceding block, if that block had one when this entry was made.
         parent_hash: of the preceding block, with or without an entry; empty at the start of a prefix.
-        children: live entries whose parent this is; only entries without children are evicted (deepest first).
+        children: live entries whose parent this is; only entries without children are evicted.
         present, pending: bitmaps over shards.
         pending_until: the latest deadline of all tickets that ever covered it.
         checksums: xxh3-64 of each present shard.
@@ -277,7 +276,7 @@ class Record(NamedTuple):
 class Observer:
     """Called inside the pool's call that makes the change: must return quickly and must not call the pool.
 
-    An entry is readable between `stored` and `removed`, and at no other time. The methods of this class do nothing.
+    An entry is readable between `stored` and `removed`, and at no other time.
     """
 
     def stored(self, entries: Sequence[Entry]) -> None:

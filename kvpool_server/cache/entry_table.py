@@ -31,9 +31,8 @@ _OVER = -math.inf
 class Quarantine:
     """Dropped entries that somebody may still read or write, by slot.
 
-    Each stays until its time is over and no lease or ticket covers it. An entry has one item in the heap until its time
-    is known to be over, and none from then on, however many tickets of it expire: an entry whose time has grown gets a
-    later item when its item is due.
+    Each stays until its time is over and no lease or ticket covers it. The heap has one item of an entry until its time
+    is known to be over, however many tickets of it expire: one whose time has grown gets a later item when it is due.
     """
 
     def __init__(self) -> None:
@@ -84,7 +83,7 @@ class EntryTable:
         grace_s: how long the slot of an expired ticket stays in quarantine, for a late writer.
 
     Attributes:
-        num_live, num_complete: entries in an index, and the readable ones of them.
+        num_live, num_complete: entries that are not dropped, and the readable ones of them.
         quarantine: the dropped entries whose slots are not free.
     """
 
@@ -103,9 +102,8 @@ class EntryTable:
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus] | None:
         """Has a ticket cover its shards of every block that is neither present nor being written.
 
-        Returns the status of each block; None if it could not begin, because finding and evicting victims takes longer,
-        or bytes of another tenant lie where the slots will be: see `Arena.claim`. Raises OutOfSpaceError if there are
-        too few slots; the call has changed nothing then.
+        Returns the status of each block; None if room has to be made in further calls, by evicting more victims, or by
+        zeroing (`Arena.claim`). Raises OutOfSpaceError if there are too few slots; nothing has changed then.
         """
         allocated = self._allocate(group, runs)
         if allocated is None:
@@ -135,10 +133,8 @@ class EntryTable:
     def commit(self, entries: Sequence[Entry], ticket: Ticket, checksums: Sequence[int]) -> tuple[int, int]:
         """Makes a ticket's shards of its entries present, but for entries that were dropped meanwhile.
 
-        Args:
-            checksums: entries x shards, entry-major.
-
-        Returns how many entries have these shards now, and how many of them are complete.
+        Returns how many entries have these shards now, and how many of them are complete. The checksums are entries x
+        shards, entry-major.
         """
         shards, num_committed, complete = ticket.shards, 0, list[Entry]()
         for nth, entry in enumerate(entries):
@@ -174,16 +170,13 @@ class EntryTable:
             self.make_candidate(entry)
 
     def expire(self, entry: Entry, ticket: Ticket) -> None:
-        """Drops an entry of an expired ticket, for its writer may be alive and late.
-
-        The slot stays in quarantine until the grace is over; the next put of the block gets another slot at once.
-        """
+        """Drops an entry of an expired ticket. Its slot stays in quarantine for the grace: the writer may be late."""
         self.abandon(entry, ticket, ticket.deadline + self._grace_s)
 
     def abandon(self, entry: Entry, ticket: Ticket, not_before: float = 0.0) -> None:
         """Drops an entry to which a ticket's bytes may still be written; frees its slot not before a time.
 
-        Where bytes are being written, another writer could get the shards of an entry that stays.
+        If the entry stayed, another writer could get its shards.
         """
         entry.pending &= ~ticket.shards.mask
         if entry.live:
@@ -198,15 +191,13 @@ class EntryTable:
             self._placement.evictor(entry.group).add(entry)
 
     def release(self, entry: Entry) -> None:
-        """Ends a lease of an entry. With its last one, a leaf is a candidate again, and the slot of a dropped entry is
-        freed."""
+        """Ends a lease of an entry: after the last, a leaf is a candidate again, a dropped entry's slot is freed."""
         entry.leases -= 1
-        if entry.leases:
-            return
-        if entry.live:
-            self.make_candidate(entry)
-        else:
-            self.free_if_unheld(entry)
+        if not entry.leases:
+            if entry.live:
+                self.make_candidate(entry)
+            else:
+                self.free_if_unheld(entry)
 
     def evict(self, victims: Sequence[Entry], evicted_for: Group | None = None) -> None:
         """Drops entries to free their slots, for a put into a group or in advance."""
@@ -244,13 +235,13 @@ class EntryTable:
         self._free_after(entry, not_before)
 
     def _free_after(self, entry: Entry, until: float) -> None:
-        """Frees a dropped entry's slot once a time is over and no hold covers the entry: at once, if that is now."""
+        """Frees a dropped entry's slot once a time is over and no hold covers the entry."""
         is_over = until <= self._clock()
         if is_over and entry.movable and entry not in self.quarantine:
             self._free(entry)  # As almost every slot.
-            return
-        self.quarantine.add(entry, _OVER if is_over else until)
-        self.free_if_unheld(entry)
+        else:
+            self.quarantine.add(entry, _OVER if is_over else until)
+            self.free_if_unheld(entry)
 
     def free_if_unheld(self, entry: Entry) -> None:
         """Frees a dropped entry's slot if its quarantine is over and no hold covers it."""

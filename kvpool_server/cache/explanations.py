@@ -44,10 +44,9 @@ _KNOWN = operator.attrgetter("state", "cause", "tier", "server", "evicted_for")
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Successive blocks of a run of which the same is known.
+    """Successive blocks of a run, from block `first` on, of which the same is known.
 
     Args:
-        first: index in the run.
         cause: why they are not in the arena; None for complete ones.
         tier: the one that has them; empty if none has.
         server: of a tier of other servers, the one that has them.
@@ -91,11 +90,9 @@ class RunExplanation:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceMatch:
-    """Another namespace of the tenant, with the same model and salt, that has blocks of the prompt.
+    """Another namespace of the tenant, with the same model and salt, that has `count` blocks from the first missing on.
 
-    Args:
-        count: blocks that it has, from the first missing one on.
-        differences: sentences, one for each field that differs.
+    `differences` are sentences, one for each field that differs.
     """
 
     fingerprint: bytes
@@ -146,10 +143,7 @@ class Explanations:
         return list(itertools.islice(groups, MAX_GROUPS))
 
     def _missing(self, group: Group, names: Sequence[bytes], others: Sequence[Group]) -> Iterator[Miss]:
-        """The causes of blocks, of which the first one is missing.
-
-        What is behind a missing block cannot be loaded, whether it is there or not.
-        """
+        """The causes of blocks, of which the first one is missing: what is behind it cannot be loaded, there or not."""
         entries = itertools.takewhile(lambda entry: entry is not None, group.index.get_all(names))
         if num_there := sum(1 for _ in entries):
             yield Miss(MissCause.BEING_WRITTEN, num_there)
@@ -176,7 +170,7 @@ class Explanations:
     def explain_in_steps(
         self, fingerprint: bytes, runs: Sequence[BlockRun], told: Callable[[EvictedFor], EvictedFor] | None = None
     ) -> Steps[Explained]:
-        """What is known of each block of a prompt. Raises UnknownNamespaceError, and InvalidRequestError as a lookup.
+        """What is known of each block of a prompt. Raises as a lookup.
 
         Args:
             told: what the caller may know of whom a block was evicted for; None: all. Ranges are joined and counted by
@@ -205,15 +199,13 @@ class Explanations:
                 if told is not None and each.evicted_for is not None:
                     each = replace(each, evicted_for=told(each.evicted_for))
                 add_range(ranges, each)
-                if len(ranges) > most:
-                    break
             yield
             if len(ranges) > most:
                 break
         return ranges[:most]
 
     def _part_ranges(self, group: Group, names: Sequence[bytes], at: int) -> Iterator[BlockRange]:
-        """The ranges of some blocks, the first of which is the run's block `at`."""
+        """The ranges of some blocks, of which the first is the run's block `at`."""
         entries = list(group.index.get_all(names))
         used = [0 if entry is None else entry.used for entry in entries]
         ages = self._departures.use_times.ages(used, self._clock()).tolist()
@@ -253,8 +245,7 @@ class Explanations:
     ) -> Steps[tuple[NamespaceMatch, ...]]:
         """Other namespaces of the same model, tenant and salt that have the first missing block of a run.
 
-        Args:
-            first_missing: of each run, the first block that is not complete; the run's length if all are.
+        `first_missing` is of each run the first block that is not complete; the run's length if all are.
         """
         found: dict[bytes, int] = {}
         model = namespace.spec.model
@@ -294,10 +285,22 @@ def most_ranges(num_runs: int) -> int:
 
 def add_range(ranges: list[BlockRange], following: BlockRange) -> None:
     """Adds the range that follows, to the last one if the same is known of both."""
-    if ranges and _KNOWN(ranges[-1]) == _KNOWN(following):
-        ranges[-1] = _joined(ranges[-1], following)
-    else:
+    if not ranges or _KNOWN(ranges[-1]) != _KNOWN(following):
         ranges.append(following)
+        return
+    last = ranges[-1]
+    newest = [each for each in (last.newest_left_seconds, following.newest_left_seconds) if each is not None]
+    oldest = [each for each in (last.oldest_left_seconds, following.oldest_left_seconds) if each is not None]
+    unused = last.unused_seconds
+    if last.state is BlockState.COMPLETE and unused is not None and following.unused_seconds is not None:
+        unused = max(unused, following.unused_seconds)
+    ranges[-1] = replace(
+        last,
+        count=last.count + following.count,
+        newest_left_seconds=min(newest, default=None),
+        oldest_left_seconds=max(oldest, default=None),
+        unused_seconds=unused,
+    )
 
 
 def _state_of(entry: Entry | None) -> BlockState | None:
@@ -305,22 +308,6 @@ def _state_of(entry: Entry | None) -> BlockState | None:
     if entry is None:
         return BlockState.MISSING
     return BlockState.COMPLETE if entry.complete else None
-
-
-def _joined(one: BlockRange, other: BlockRange) -> BlockRange:
-    """Two ranges of which the same is known, but for times, as one."""
-    newest = [each for each in (one.newest_left_seconds, other.newest_left_seconds) if each is not None]
-    oldest = [each for each in (one.oldest_left_seconds, other.oldest_left_seconds) if each is not None]
-    unused = one.unused_seconds
-    if one.state is BlockState.COMPLETE and unused is not None and other.unused_seconds is not None:
-        unused = max(unused, other.unused_seconds)
-    return replace(
-        one,
-        count=one.count + other.count,
-        newest_left_seconds=min(newest, default=None),
-        oldest_left_seconds=max(oldest, default=None),
-        unused_seconds=unused,
-    )
 
 
 def _other_children(group: Group, run: BlockRun, first: int) -> int:

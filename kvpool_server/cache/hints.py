@@ -4,8 +4,8 @@ A hint names a prefix from its beginning, one run a group. It changes the order 
 readable, leased or being written stays so.
 
 A pin has an entry evicted after all that are not pinned, and keeps nothing from being evicted. An entry records when
-its pin ends, nothing else; what the pins of a namespace take is counted by their ends, so that a pin that ends costs no
-visit of its entries.
+its pin ends; what the pins of a namespace take is counted by their ends, so that a pin that ends costs no visit of its
+entries.
 
 Invariants of pins:
 - A pinned entry's parent, if it is live, is pinned at least as long: only leaves are evicted, so that a pin on a
@@ -46,18 +46,14 @@ class PinBudget:
 
 
 class Pins:
-    """The pins of one pool; each tenant may pin `budget_bytes`.
-
-    Attributes:
-        next_end: the time from which on `expire` is worth a call.
-    """
+    """The pins of one pool; each tenant may pin `budget_bytes`."""
 
     def __init__(self, budget_bytes: int):
         self._budget_bytes = budget_bytes
         self._by_namespace: dict[bytes, Counter[int]] = {}  # Bytes by the end of the pins.
         self._by_tenant: Counter[str] = Counter()
         self._ends: list[tuple[int, bytes, str]] = []  # A heap: each end in `_by_namespace`, of which tenant's.
-        self.next_end = math.inf
+        self.next_end = math.inf  # From then on, `expire` is worth a call.
 
     def pin(self, entry: Entry, until: int, now: float) -> bool:
         """Pins an entry, or prolongs its pin; False if its tenant's budget is exceeded or its parent is not pinned."""
@@ -77,7 +73,7 @@ class Pins:
     def unpin(self, entry: Entry) -> None:
         """Ends an entry's pin, also one whose time is over. No child of a live entry may be pinned longer than it."""
         self._uncharge(entry)
-        self._set(entry, 0)
+        _set(entry, 0)
 
     def expire(self, now: float) -> None:
         """Counts the pins that have ended no longer."""
@@ -109,7 +105,7 @@ class Pins:
             self.next_end = self._ends[0][0]
         by_end[until] += group.spec.slot_bytes
         self._by_tenant[group.declared_tenant] += group.spec.slot_bytes
-        self._set(entry, until)
+        _set(entry, until)
 
     def _uncharge(self, entry: Entry) -> None:
         """An entry's pin is counted no longer, if it is; `expire` may have seen to that."""
@@ -124,11 +120,11 @@ class Pins:
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
 
-    @staticmethod
-    def _set(entry: Entry, until: int) -> None:
-        before, entry.pinned_until = entry.pinned_until, until
-        if entry.queued is not None:
-            entry.queued.pin_changed(entry, before)
+
+def _set(entry: Entry, until: int) -> None:
+    before, entry.pinned_until = entry.pinned_until, until
+    if entry.queued is not None:
+        entry.queued.pin_changed(entry, before)
 
 
 def pin_end(seconds: int, now: float) -> int:
@@ -194,9 +190,9 @@ class Hints:
         return (yield from self._from_the_end(fingerprint, runs, unpin, keeps=lambda _: False))
 
     def expire_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[HintResult]:
-        """Has blocks of prefixes evicted before all others, unless they are used before.
+        """Has blocks evicted before all others, unless they are used before.
 
-        From the prefixes' ends to where other prefixes begin that are stored, too, or pinned blocks.
+        They are those from the prefixes' ends to where other prefixes begin that are stored, too, or pinned blocks.
         """
 
         def expire(entry: Entry) -> bool:
@@ -214,8 +210,7 @@ class Hints:
     ) -> Steps[HintResult]:
         """Calls `do` for the entries that belong to these prefixes alone; counts for how many it was True.
 
-        Args:
-            keeps: whether an entry, with those before it, is left alone.
+        An entry for which `keeps` is True is left alone, with those before it.
         """
         _, groups = self._namespaces.groups(fingerprint, runs)
         num_done = 0

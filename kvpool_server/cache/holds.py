@@ -1,8 +1,7 @@
-"""The leases and tickets of a pool: which may be granted, and how each ends.
+"""The leases and tickets of a pool: which may be granted, and how each ends: by its client, or at its deadline.
 
-A lease or ticket ends when its client ends it, or at its deadline. A million entries may be held by those that end at
-once: no client can use an ended one any more, but its entries count as held until they are let go, some at a time.
-While a transfer under an ended one is under way, its entries stay pinned.
+A million entries may be held by those that end at once: no client can use an ended one any more, but its entries count
+as held until they are let go, some at a time, and stay pinned while a transfer under an ended one is under way.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ class Holds:
         self._ended_tickets: deque[tuple[Ticket, EndOfEntry]] = deque()
 
     def lease(self, entries: list[Entry], num_pinned: int, ttl_ms: int, now: float, owner: Owner) -> tuple[int, int]:
-        """Makes a lease on entries, of which the first are pinned; returns its id and TTL, both 0 if there is no room.
-
-        The lease keeps the pins of its entries.
-        """
+        """Makes a lease on entries, of which the first are pinned; returns id and TTL, both 0 if there is no room."""
         if not self._may_lease(owner, len(entries)):
             self._counters["refused_leases"] += 1
             return 0, 0
@@ -90,8 +86,7 @@ class Holds:
     def pin(self, pinned: list[Entry], entries: Sequence[Entry]) -> None:
         """Keeps the entries that a lookup has found from eviction until its next step: those beyond `pinned`.
 
-        Args:
-            pinned: the same list for each step of a lookup.
+        `pinned` is the same list for each step of a lookup.
         """
         if not any(each is pinned for each in self.pinning):
             self.pinning.append(pinned)
@@ -163,7 +158,7 @@ class Holds:
     def settle(self, now: float, count: int) -> int:
         """Ends up to `count` of the leases and tickets whose deadline has come, and lets as many entries go.
 
-        Returns how many leases, tickets and entries were ended or let go. Cheap when there is none.
+        Returns how many leases, tickets and entries were ended or let go.
         """
         ended = 0
         while ended < count and (lease := self.leases.pop_expired(now)) is not None:
@@ -194,12 +189,7 @@ class Holds:
         self._end_ticket(ticket, self._entry_table.expire, self._entry_table.expire)
 
     def _end_ticket(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry) -> None:
-        """Ends a ticket, whose entries `_let_go` lets go.
-
-        Args:
-            end: what becomes of its entries.
-            end_unfinished: instead, if bytes are being written under one of its permits.
-        """
+        """Ends a ticket: `_let_go` ends its entries or, if bytes are being written, ends them as unfinished ones."""
         if self._end_transfers(ticket):
             self._ended_tickets.append((ticket, end))
         else:

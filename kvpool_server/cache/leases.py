@@ -19,7 +19,7 @@ SWEEP_AT_LEAST = 1_000
 
 
 class Owner(NamedTuple):
-    """Whose a lease or ticket is.
+    """The owner of a lease or ticket.
 
     All callers of a tenant may use and end each other's: one engine's scheduler takes the leases under which its
     workers load, and engines that share a tenant can read and write the same blocks anyway.
@@ -64,7 +64,6 @@ class Found(NamedTuple):
     """What a lookup found, and the lease on it.
 
     Args:
-        hits: one per run.
         num_blocks: blocks that were asked for.
         entries: the complete ones.
         spans: [start, stop) of each group's entries in `entries`.
@@ -85,12 +84,10 @@ class Found(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Lease(Hold):
-    """Keeps entries from eviction between lookup and load.
-
-    `unrecorded` is the lookup that made the lease, if the first get under the lease is to record it as a use.
-    """
+    """Keeps entries from eviction between lookup and load."""
 
     unrecorded: Found | None = field(default=None, init=False)
+    """The lookup that made the lease, if the first get under the lease is to record it as a use."""
 
     def check_range(self, entry: Entry | None, offset: int, nbytes: int) -> None:
         """Raises InvalidRequestError unless the entry that lies at `offset` is leased and has `nbytes` from there."""
@@ -100,14 +97,11 @@ class Lease(Hold):
 
 @dataclass(eq=False, slots=True)
 class Ticket(Hold):
-    """The right to write `shards` of `entries` until the deadline.
-
-    Args:
-        stamp: of the put, whose steps are one use of the blocks; 0: none yet.
-    """
+    """The right to write `shards` of `entries` until the deadline."""
 
     shards: ShardRange
     stamp: int = 0
+    """Of the put, whose steps are one use of the blocks; 0: none yet."""
 
     def check_range(self, entry: Entry | None, offset: int, nbytes: int) -> None:
         """Raises InvalidRequestError unless [offset, offset + nbytes) is within the shards of a live entry."""
@@ -130,19 +124,14 @@ Held = TypeVar("Held", Lease, Ticket)
 
 
 class HoldTable(Generic[Held]):
-    """Live leases or live tickets, by id and by deadline. `kind` and `fix` are named in errors.
-
-    Attributes:
-        holds, blocks: how many each owner with a name has, by its name.
-        num_expiring: holds with a deadline; those of the server itself have none.
-    """
+    """Live leases or live tickets, by id and by deadline. `kind` and `fix` are named in errors."""
 
     def __init__(self, kind: str, fix: str) -> None:
         self._kind, self._fix = kind, fix
         self._live: dict[int, Held] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self.holds, self.blocks = Shares(), Shares()
-        self.num_expiring = 0
+        self.holds, self.blocks = Shares(), Shares()  # Of owners with a name.
+        self.num_expiring = 0  # Holds with a deadline; those of the server itself have none.
 
     def __len__(self) -> int:
         return len(self._live)

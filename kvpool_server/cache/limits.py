@@ -16,7 +16,6 @@ class IdentityLimits:
     A fleet of engines that share a certificate's name is one identity.
 
     Args:
-        leases, tickets: live ones.
         leased_blocks: of all its leases; a block counts once for each lease.
         streams: of lookups; a further one ends the one that has been idle longest.
         connections: to each data worker; a further one replaces the one that has been idle longest.

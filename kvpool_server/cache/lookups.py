@@ -173,10 +173,9 @@ class Lookups:
                 self._placement.evictor(group).used(found.entries[start:stop], stamp)
 
     def record_use_on_get(self, found: Found) -> None:
-        """Has the first get under the lease record a lookup; for one that its client is going to repeat.
+        """Has the first get under the lease record a lookup that its client is going to repeat.
 
-        So a lookup counts once however often it is repeated: the last repetition counts, or an earlier one whose blocks
-        the client loads after all.
+        So a repeated lookup counts once: the last time, or an earlier one whose blocks the client loads after all.
         """
         if (lease := self._holds.leases.get(found.lease_id)) is not None:
             lease.unrecorded = found
@@ -192,7 +191,7 @@ class Removals:
     _expire: Callable[[], float]
 
     def complete(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
-        """The complete entries of these blocks, each once; some may have been dropped since."""
+        """The complete entries of these blocks, as `_find`."""
         entries = yield from self._find(fingerprint, runs)
         return [entry for entry in entries if entry.complete]
 
@@ -224,8 +223,7 @@ class Removals:
     def clear(self, fingerprint: bytes = b"") -> Steps[int]:
         """Drops every block of a namespace, or of all namespaces; returns how many.
 
-        No lookup finds any of the blocks from the first step on, and the steps free their slots. Blocks that are put
-        meanwhile stay.
+        No lookup finds any of the blocks from the first step on. Blocks that are put meanwhile stay.
         """
         self._expire()
         every = (*self._namespaces.values(), *self._namespaces.closing.values())
@@ -248,8 +246,7 @@ def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Seque
 
     The groups of a model hold the same tokens, so their runs count once: as many tokens as the longest run has, and as
     many found as every group has. Of several runs of one group the first counts: engines append single blocks to the
-    runs, to learn whether the pool has what they hold themselves. All pipeline stages are asked for the same tokens:
-    the first stage counts them.
+    runs, to learn whether the pool has what they hold themselves. Of all pipeline stages the first counts.
     """
     if namespace.spec.pipeline_stage:
         return 0, 0

@@ -96,9 +96,6 @@ class Namespaces:
 
     Args:
         has_tenants: each namespace belongs to the tenant of its specification, not all of them to one tenant.
-
-    Attributes:
-        closing: those that were closed, whose entries are being dropped.
     """
 
     def __init__(self, limits: Limits, max_block_bytes: int, has_tenants: bool):
@@ -109,7 +106,7 @@ class Namespaces:
         self._uses = itertools.count(1)
         self._num_open, self._specs_bytes = Shares(), Shares()  # Of tenants.
         self._num_opened: Counter[str] = Counter()
-        self.closing: dict[bytes, PoolNamespace] = {}
+        self.closing: dict[bytes, PoolNamespace] = {}  # Closed ones, whose entries are being dropped.
 
     def values(self) -> list[PoolNamespace]:
         return list(self._open.values())
@@ -212,9 +209,9 @@ class Namespaces:
         return namespace
 
     def groups(self, fingerprint: bytes, runs: Sequence[BlockRun], most: int = 0) -> tuple[PoolNamespace, list[Group]]:
-        """The namespace, and the group of each run. Raises InvalidRequestError for a batch of no or too many blocks.
+        """The namespace, and the group of each run.
 
-        There may be `most` blocks, by default as many as a lookup may name.
+        Raises InvalidRequestError for no block, or for more than `most`; 0: as many as a lookup may name.
         """
         most = most or self._limits.max_lookup_blocks
         namespace = self.get(fingerprint)

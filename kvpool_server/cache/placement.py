@@ -47,14 +47,11 @@ _HELD = "too few can be evicted now: others are leased, being written, moved to 
 
 
 class Placement:
-    """The arena, the eviction policies, and the stamp of each slot size's last use.
+    """The arena, the eviction policies, and the stamp of the last call that used entries.
 
     Args:
         longest_hold_s: how long a slot can stay held after its entry was dropped.
         clock: of pins, in seconds.
-
-    Attributes:
-        stamp: of the last call that used entries.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class Placement:
     def victims(self, group: Group, count: int) -> tuple[list[Entry], bool]:
         """The entries to evict to allocate `count` slots; False if more may have to be evicted, in a later step.
 
-        Raises OutOfSpaceError, or SearchCutError where the search has to go on: the call has changed nothing then.
+        Raises OutOfSpaceError, or SearchCutError where the search has to go on: nothing has changed then.
         """
         slot_bytes, accounts = group.spec.slot_bytes, self._partitions.accounts(group)
         arena, tenant = self._arena, group.tenant
@@ -195,7 +192,6 @@ class Placement:
         )
 
     def _over_quota(self, account: Account, slot_bytes: int, count: int) -> OutOfSpaceError:
-        """The error of a put beyond a quota."""
         self._counters["over_quota_puts"] += 1
         limit, arena = account.limit_bytes, self._arena
         quota = f"quota {account.subject} = {limit} bytes"
@@ -230,12 +226,12 @@ class Placement:
         return "; ".join(parts)
 
     def next_victims(self, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> list[Entry]:
-        """The entries to evict next, so that a share of each slot size's slots is free before a put needs them.
+        """The entries to evict next, so that some of each size's slots are free before a put needs them.
 
         The policies do not choose them again until they are dropped, or given back with `keep`. Raises SearchCutError.
 
         Args:
-            reserve: the share of slots to keep free, of each slot size.
+            reserve: the share of each size's slots to keep free.
             needs: slots to keep free beside the reserve, by tenant and slot size.
             max_bytes: of the victims' slots; at least one victim is chosen.
         """
@@ -253,8 +249,9 @@ class Placement:
         for tenant, size in self._arena.classes():
             slots = len(self._arena.extents(size, tenant)) * self._arena.slots_per_extent(size)
             wanted = math.ceil(slots * reserve) + needs.get((tenant, size), 0)
-            short.append(((tenant, size), wanted - self._arena.available(size, tenant)))
-        return [(slot_class, count) for slot_class, count in short if count > 0]
+            if (count := wanted - self._arena.available(size, tenant)) > 0:
+                short.append(((tenant, size), count))
+        return short
 
     def keep(self, entry: Entry, chosen_by: Evictor) -> None:
         """Gives a victim of `next_victims` back to its evictor, unless another evictor has queued it since."""
@@ -318,9 +315,8 @@ class Placement:
 
         Leased entries as well, so that the extents are free when the leases have ended, whatever the tenant does.
         """
-        surplus = self._arena.num_surplus(tenant)
         extents = sorted(self._arena.extents_of(tenant), key=lambda extent: (extent.num_used, extent.last_use))
-        for extent in extents[:surplus]:
+        for extent in extents[: self._arena.num_surplus(tenant)]:
             owners = itertools.islice(filter(None, extent.owners), MAX_SURPLUS_SLOTS)
             chosen = (owner for owner in owners if owner.live and not owner.pending)
             victims.add(itertools.islice(chosen, max(0, most - len(victims.entries))))

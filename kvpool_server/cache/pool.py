@@ -111,10 +111,7 @@ class Pool:
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
     ) -> tuple[PoolNamespace, bool]:
-        """The namespace of a spec, and whether this call opened it.
-
-        Args:
-            opener: host of the client.
+        """The namespace of a spec, and whether this call opened it, for a client on the host `opener`.
 
         Raises:
             InvalidRequestError: the spec is malformed, or a block of it does not fit an extent of the arena.
@@ -146,10 +143,9 @@ class Pool:
         return self._quotas.usage()
 
     def set_quotas_in_steps(self, quotas: Sequence[Quota]) -> Steps[None]:
-        """Sets quotas, deletes those whose limit is 0 bytes, and evicts what exceeds them; see `rebalance`.
+        """Sets quotas, in the first step, deletes those whose limit is 0 bytes, and evicts what exceeds them.
 
-        The quotas are in force from the first step on. Raises InvalidRequestError if one cannot be set; nothing has
-        changed then.
+        Raises InvalidRequestError if one cannot be set; nothing has changed then.
         """
         self._quotas.set(quotas)
         self._assign_quotas(self.namespaces.values())
@@ -257,9 +253,7 @@ class Pool:
         self.placement.check_fits(group, len(new))
 
     def put_end_in_steps(self, ticket_id: int, checksums: Sequence[int], owner: Owner = NOBODY) -> Steps[PutReceipt]:
-        """Commits the blocks that a ticket covers; none of them if bytes are still being written under the ticket.
-
-        Each step makes some of the blocks readable.
+        """Commits the blocks that a ticket covers, some of them in each step; none if bytes are still being written.
 
         Args:
             checksums: xxh3-64 of each chunk: entries x shards, entry-major.
@@ -278,8 +272,8 @@ class Pool:
         if not self._holds.finish_writing(ticket):
             return PutReceipt(0, 0)
         committed = completed = 0
-        self._holds.writing.append(ticket)
         entries = ticket.entries
+        self._holds.writing.append(ticket)
         for start in range(0, len(entries), STEP_BLOCKS):
             if start:
                 ticket.entries = entries[start:]
@@ -310,10 +304,7 @@ class Pool:
         return self._holds.release(lease_ids, owner, self.expire())
 
     def expire(self) -> float:
-        """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none.
-
-        Where they are many, it ends some of them, and later calls the others.
-        """
+        """Ends leases, tickets and quarantines whose deadline has come, of many only some; returns the time."""
         now = self.clock()
         if now >= self._departures.use_times.next_mark:
             self._departures.use_times.mark(now, self.placement.stamp)
@@ -333,8 +324,9 @@ class Pool:
         return self._settle(self.clock(), SETTLED_PER_CALL) > 0 or self.placement.requeue()
 
     def _settle(self, now: float, count: int) -> int:
-        """As `expire`, for up to about `count` entries; returns how many holds, entries and slots it visited."""
-        return self._holds.settle(now, count) + self.entry_table.free_expired(now, count) + self._drop_closed(count)
+        """Returns how many holds, entries and slots it visited: about `count` of each at most."""
+        ended = self._holds.settle(now, count) + self.entry_table.free_expired(now, count)
+        return ended + self._drop_closed(count) if self.namespaces.closing else ended
 
     def _drop_closed(self, count: int) -> int:
         """Drops up to `count` entries of namespaces that were closed, and forgets those that are empty."""

@@ -24,12 +24,9 @@ from kvpool_server.cache.steps import Steps
 
 
 class PinnedVictims(NamedTuple):
-    """Entries that are to be evicted next, pinned until they are written to a tier.
+    """Entries that are to be evicted next, pinned until they are written to a tier: children before their parents.
 
-    Args:
-        lease_id: of the pin.
-        entries: children before their parents.
-        evictors: which chose each of them.
+    `lease_id` is of the pin; `evictors` are those that chose each entry.
     """
 
     lease_id: int
@@ -127,9 +124,6 @@ class Adoption:
     """Makes the blocks of a pool's predecessor readable in the pool, which is empty: `add` all, then `finish`.
 
     No observer is told.
-
-    Attributes:
-        entries: so far.
     """
 
     def __init__(self, pool: Pool):

@@ -77,19 +77,15 @@ class SampledStack:
     Args:
         limits: sizes in bytes, ascending. Blocks beyond the last one leave the stack.
         max_blocks: bound of the sample.
-
-    Attributes:
-        mask: bits of a hash that are zero if the block is sampled.
-        segment_of: the segment of each block of the stack.
     """
 
     def __init__(self, limits: Sequence[float], max_blocks: int):
-        self.mask = 0
+        self.mask = 0  # Bits of a hash that are zero if the block is sampled.
         self._limits = limits
         self._max_blocks = max_blocks
         self._segments: list[OrderedDict[int, int]] = [OrderedDict() for _ in limits]  # Bytes by hash, oldest first.
         self._used_bytes = [0 for _ in limits]
-        self.segment_of: dict[int, int] = {}
+        self.segment_of: dict[int, int] = {}  # Of each block of the stack.
 
     def __len__(self) -> int:
         return len(self.segment_of)
@@ -141,12 +137,9 @@ class SampledStack:
 
 
 class DistanceHistogram:
-    """Stack distances in one arena's traffic, by tenant.
+    """Stack distances in one arena's traffic, by tenant; in tiers, if there are any, is what the arena has evicted.
 
     Args:
-        arena_bytes: the present size, of which the sizes are multiples.
-        max_blocks: bound of the sample.
-        has_tiers: tiers keep what the arena evicts.
         hash_of: hash of a block's name, whose bits are uniform. Clients must not be able to predict it: Python's own
             hash has a secret seed, and the pool's index has already computed it.
     """
@@ -235,10 +228,7 @@ class DistanceHistogram:
         return self._curve(self._counts.get(tenant, _no_counts()), tenant=tenant)
 
     def _curve(self, counts: Counts, **names: Any) -> pb.ValueCurve:
-        """The share of looked-up tokens that LRU would hit at each of `SIZES`.
-
-        With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts.
-        """
+        """The share of looked-up tokens that LRU would hit at each of `SIZES`; with tiers, what is hit now at least."""
         looked_up, hit, sampled, *hits_of = counts.tolist()
         if not looked_up:
             return pb.ValueCurve(**names)
@@ -260,13 +250,11 @@ class ValueFeed:
     """Counts a pool's traffic into a histogram, and reports what other arena sizes would hit.
 
     Args:
-        policy: name of the pool's eviction policy.
         sample: most blocks in the sample; 0: nothing is counted, and reports say so.
         later: calls a function after some seconds, as `asyncio.AbstractEventLoop.call_later`.
 
     Attributes:
         num_left_out: lookups and puts that found the queue full, or whose counting failed.
-        cpu_s: CPU time spent so far.
     """
 
     def __init__(
@@ -295,11 +283,6 @@ class ValueFeed:
         self._seconds = 0.0  # Of the traffic that was counted until `_faded_at`, faded as the counts are.
         if sample:
             pool.traffic.append(self.observe)
-
-    @property
-    def seconds(self) -> float:
-        """How long the traffic took that was counted, faded as the counts are."""
-        return self._seconds + self._clock() - self._faded_at
 
     @property
     def is_idle(self) -> bool:
@@ -380,7 +363,7 @@ class ValueFeed:
         report = pb.ValueResponse()
         report.CopyFrom(self._settings)
         if report.enabled:
-            report.seconds, report.cpu_seconds = self.seconds, self.cpu_s
+            report.seconds, report.cpu_seconds = self._seconds + self._clock() - self._faded_at, self.cpu_s
             report.left_out, report.sampled_blocks = self.num_left_out, len(self.histogram.stack)
             report.curves.extend(self.histogram.curves() if tenant is None else [self.histogram.curve_of(tenant)])
         return report

@@ -66,16 +66,13 @@ class Evictor:
     """The entries under one policy. Decides only: the caller drops the victims, or gives them back with `restore`.
 
     `clock` is that of pins, in seconds.
-
-    Attributes:
-        num_entries: live ones, candidates or not.
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float]):
         self.policy = policy
         self._clock = clock
         self._queue = policy.queue
-        self.num_entries = 0
+        self.num_entries = 0  # Live ones, candidates or not.
         self._num_queued = 0
         self._num_dead = 0  # Entries in the queue that were dropped, or have moved to another evictor.
         self._expired: dict[Entry, None] = {}  # Some may have been used since, or be no candidates any more.
@@ -151,7 +148,7 @@ class Evictor:
         self._num_dead += 1
 
     def move_from(self, other: Evictor | None, num_entries: int, stamp: int) -> None:
-        """Takes over the entries of a group, but for the candidates: give them to `requeue`."""
+        """Takes over the entries of a group; give those that may be candidates to `requeue`."""
         if other is not None:
             other.num_entries -= num_entries
         self.policy.stored([], stamp)
@@ -166,10 +163,7 @@ class Evictor:
     def choose(self, count: int, chosen: Chosen, pinned: bool = False) -> list[Entry]:
         """Chooses up to `count` victims, children before their parents, and adds them to `chosen`, the victims so far.
 
-        No later call chooses them again.
-
-        Args:
-            pinned: also pinned ones, when there are no others.
+        No later call chooses them again. With `pinned`, pinned ones as well, when there are no others.
         """
         victims: list[Entry] = []
         self._unpark()
@@ -217,7 +211,7 @@ class Evictor:
 
     @property
     def first_pin_end(self) -> float:
-        """A time at which or after which the first pin of a parked entry ends; infinite if none is parked."""
+        """No pin of a parked entry ends before; infinite if none is parked."""
         return self._pin_ends[0] if self._pin_ends else math.inf
 
     def oldest_stamp(self, chosen: Chosen) -> int | None:

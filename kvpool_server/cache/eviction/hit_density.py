@@ -125,16 +125,12 @@ class DensityQueue(VictimQueue):
     Blocks of one kind that were used at about the same time have about the same density. So a victim is found by
     ranking buckets, of which there are at most some hundred, without visiting the other candidates. Densities change
     with time and with what the model learns; the ranking is made anew when an epoch has passed, and after the model has
-    learned.
-
-    Attributes:
-        now: the time, in calls of the pool; the policy sets it.
-        rank_at: the time of the next ranking.
+    learned. The policy sets the time, `now`, in calls of the pool.
     """
 
     def __init__(self, model: HitDensityModel) -> None:
         self.now = 0
-        self.rank_at = 0
+        self.rank_at = 0  # The time of the next ranking.
         self._model = model
         self._epoch_calls = FIRST_EPOCH_CALLS
         self._buckets: dict[BucketKey, Bucket] = {}
@@ -210,11 +206,7 @@ class DensityQueue(VictimQueue):
         self._epoch_calls *= 2
         finer, self._buckets = self._buckets, {}
         for epoch, kind in sorted(finer):
-            key = epoch // 2, kind
-            if key in self._buckets:
-                self._buckets[key].extend(finer[epoch, kind])
-            else:
-                self._buckets[key] = finer[epoch, kind]
+            self._buckets.setdefault((epoch // 2, kind), Bucket()).extend(finer[epoch, kind])
 
 
 class HitDensity(Policy):

@@ -169,12 +169,10 @@ class Ghosts:
 
     Python copies a dict when it grows, and again and again while keys come and go: in one dict, the ghosts of ten
     million entries would hold the event loop for tens of milliseconds. So blocks are kept by their place, one of
-    `NUM_PLACES`, and the oldest of each place are forgotten in turn. A block has the same place in every run, so that
-    replays repeat each other.
+    `NUM_PLACES`, the same in every run, and the oldest of each place are forgotten in turn.
 
-    Whatever empties the pool makes ghosts by the hundred thousand, and Python's garbage collector examines new objects.
-    So blocks and stamps are ints in plain dicts, which the collector does not look into. Their first key is found
-    behind the places of those that have gone: a few microseconds, as each dict has few.
+    Whatever empties the pool makes ghosts by the hundred thousand. Blocks and stamps are ints in plain dicts, which
+    Python's garbage collector does not look into; the first key of a dict this small is found in a few microseconds.
     """
 
     __slots__ = ("_length", "_places")
@@ -218,11 +216,7 @@ class Ghosts:
 
 
 def _estimate(hits: np.ndarray, reached: np.ndarray) -> tuple[list[array[float]], list[array[float]]]:
-    """Densities, by kind and age bin; and 1 - S, by kind and bin edge.
-
-    Args:
-        hits, reached: as those of `_survival`.
-    """
+    """Densities, by kind and age bin; and 1 - S, by kind and bin edge. The arguments are those of `_survival`."""
     prior = np.full(NUM_BINS, PRIOR_HITS / NUM_BINS)
     of_all_kinds = _survival(hits.sum(0)[None], reached.sum(1)[:, None], prior)
     survival = _survival(hits, reached, -np.diff(of_all_kinds[0]))
@@ -236,15 +230,12 @@ def _unlearned(num_kinds: int) -> tuple[list[array[float]], list[array[float]]]:
 
 
 def _survival(hits: np.ndarray, reached: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """S at each bin edge, by kind.
+    """S at each bin edge, by kind: [kinds, bins + 1].
 
     Args:
         hits: [kinds, bins].
         reached: waits old enough to have reached each bin, with or without a hit before it: [bins, kinds].
         prior: share of waits that a hit ends in each bin: [bins].
-
-    Returns:
-        [kinds, bins + 1].
     """
     ended = hits.T + PRIOR_WEIGHT * prior[:, None]
     reached = np.maximum(reached, 0.0)

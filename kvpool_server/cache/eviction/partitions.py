@@ -28,11 +28,7 @@ MAX_EMPTY = 16
 
 @dataclass(eq=False, slots=True)
 class Account:
-    """A subject with a quota, and the groups whose entries count.
-
-    Args:
-        tenant: whose extents count; None: the groups' slots count.
-    """
+    """A subject with a quota: a tenant's extents count or, where `tenant` is None, the slots of the groups' entries."""
 
     subject: str
     limit_bytes: int
@@ -46,9 +42,6 @@ class Account:
 
 class Victims:
     """The entries to evict for one put, each once. A context that undoes the choice if it ends with an exception.
-
-    Args:
-        evictor_of: the evictor of a group.
 
     Attributes:
         entries: in the order in which they are to be dropped: children before their parents.
@@ -76,7 +69,7 @@ class Victims:
                 self._evictor_of(entry.group).add(entry)
 
     def choose(self, evictor: Evictor, count: int, pinned: bool = False) -> int:
-        """Adds up to `count` victims that an evictor chooses, with `pinned` also pinned ones; returns how many."""
+        """Adds up to `count` victims that an evictor chooses; returns how many."""
         victims = evictor.choose(count, self.chosen, pinned)
         self._by_evictor.append((evictor, victims))
         self.entries += victims
@@ -99,7 +92,7 @@ class Partition:
     """Entries of one slot size and tenant under the same quotas.
 
     Attributes:
-        groups: that have been used.
+        groups: those that have been used.
         last_used: the stamp of the last use of any entry.
     """
 
@@ -174,10 +167,7 @@ class Partitions:
         return max(stamps, default=0)
 
     def place(self, placed: Iterable[tuple[Sequence[Group], tuple[Account, ...]]], stamp: int) -> set[Group]:
-        """Says which quotas cover the groups of namespaces. Returns the groups whose entries are to be queued anew.
-
-        Until `Evictor.requeue` has got them, their new evictor may not choose them.
-        """
+        """Says which quotas cover the groups of namespaces. Returns those whose entries `Evictor.requeue` is to get."""
         moved = set()
         for groups, accounts in placed:
             if (before := self._accounts.get(groups[0])) == accounts:

@@ -35,10 +35,7 @@ class VictimQueue(ABC):
 
     @abstractmethod
     def sweep(self, count: int, keep: Callable[[Entry], bool]) -> int:
-        """Visits `count` queued entries, others with each call, and removes those for which `keep` is False.
-
-        Returns how many it has removed.
-        """
+        """Visits `count` queued entries, others with each call; removes those not to `keep`, and returns how many."""
 
 
 class Policy(ABC):
@@ -81,11 +78,7 @@ class Policy(ABC):
 
     @abstractmethod
     def oldest_stamp(self, next_victim: Callable[[], Entry | None]) -> int | None:
-        """A stamp before which no candidate was used; None if there is no candidate.
-
-        Args:
-            next_victim: finds the next victim.
-        """
+        """A stamp before which no candidate was used; None if there is no candidate. May find the next victim."""
 
 
 class PrefixLRU(Policy):

@@ -341,9 +341,9 @@ def test_counts_fade_with_time() -> None:
     bench.clock.advance(HALF_LIFE_S - 1.02)
     bench.feed.turn()
     assert bench.lookup_tokens == pytest.approx(before / 2, rel=0.01)
-    assert bench.feed.seconds == pytest.approx(HALF_LIFE_S / 2, rel=0.01)
+    assert bench.feed.report().seconds == pytest.approx(HALF_LIFE_S / 2, rel=0.01)
     bench.clock.advance(FADE_EVERY_S / 2)
-    assert bench.feed.seconds == pytest.approx(HALF_LIFE_S / 2 + FADE_EVERY_S / 2, rel=0.01)
+    assert bench.feed.report().seconds == pytest.approx(HALF_LIFE_S / 2 + FADE_EVERY_S / 2, rel=0.01)
 
 
 def test_a_server_counts_and_records_each_lookup_and_put_once(pool_server: StartServer, tmp_path: Path) -> None:
