@@ -135,29 +135,26 @@ class Placement:
         """Forgets the groups of a namespace that is closed and empty."""
         self._partitions.remove(groups)
 
+    def _slots_of(self, account: Account | None, slot_bytes: int) -> int:
+        """How many slots of a size a quota allows (a tenant's counts extents), or the whole arena has."""
+        if account is None:
+            num_extents = self._arena.num_extents
+        elif account.tenant is None:
+            return account.limit_bytes // slot_bytes
+        else:
+            num_extents = self._arena.limit(account.tenant)
+        return num_extents * self._arena.slots_per_extent(slot_bytes)
+
     def most_slots(self, group: Group) -> int:
         """How many slots a group may have at most, in the whole arena and by its quotas."""
-        return min([self._slots_of_arena(group), *(count for _, count in self._slots_of_quotas(group))])
-
-    def _slots_of_arena(self, group: Group) -> int:
-        return self._arena.num_extents * self._arena.slots_per_extent(group.spec.slot_bytes)
-
-    def _slots_of_quotas(self, group: Group) -> Iterator[tuple[Account, int]]:
-        """How many slots each quota of a group allows: that of a tenant counts extents."""
-        arena, size = self._arena, group.spec.slot_bytes
-        for account in self._partitions.accounts(group):
-            if account.tenant is None:
-                yield account, account.limit_bytes // size
-            else:
-                yield account, arena.limit(account.tenant) * arena.slots_per_extent(size)
+        bounds = (None, *self._partitions.accounts(group))
+        return min([self._slots_of(account, group.spec.slot_bytes) for account in bounds])
 
     def check_fits(self, group: Group, count: int) -> None:
         """Raises OutOfSpaceError for more than `most_slots`."""
-        for account, most in self._slots_of_quotas(group):
-            if count > most:
-                raise self._over_quota(account, group.spec.slot_bytes, count)
-        if count > self._slots_of_arena(group):
-            raise self._no_room(group, count, None)
+        for account in (*self._partitions.accounts(group), None):
+            if count > self._slots_of(account, group.spec.slot_bytes):
+                raise self._no_room(group, count, account)
 
     def victims(self, group: Group, count: int) -> tuple[list[Entry], bool]:
         """The entries to evict to allocate `count` slots; False if more may have to be evicted, in a later step.
@@ -173,7 +170,7 @@ class Placement:
             for account in (each for each in accounts if each.tenant is None):
                 over = self._choose_for_quota(account, victims, MAX_VICTIMS, slot_bytes, count)
                 if over and len(victims.entries) < MAX_VICTIMS:
-                    raise self._over_quota(account, slot_bytes, count)
+                    raise self._no_room(group, count, account)
             for_quotas = len(victims.entries)
             if arena.num_surplus(tenant) or not self._choose_for_arena(group.slot_class, count, victims):
                 raise self._no_room(group, count, bound)
@@ -181,45 +178,33 @@ class Placement:
         return victims.entries, len(victims.entries) < MAX_VICTIMS
 
     def _no_room(self, group: Group, count: int, account: Account | None) -> OutOfSpaceError:
-        """The error of a put for which a tenant's quota, or if None the arena, has no room."""
-        slot_bytes = group.spec.slot_bytes
-        if account is not None:
-            return self._over_quota(account, slot_bytes, count)
-        self._counters["out_of_space_puts"] += 1
-        return OutOfSpaceError(
-            f"no room for {count} blocks of {slot_bytes} bytes: {self._why(group.slot_class, count)}; put fewer at "
-            "once, try again later, or start kvpool-server with more --memory"
-        )
-
-    def _over_quota(self, account: Account, slot_bytes: int, count: int) -> OutOfSpaceError:
-        self._counters["over_quota_puts"] += 1
-        limit, arena = account.limit_bytes, self._arena
-        quota = f"quota {account.subject} = {limit} bytes"
-        raise_it = f"raise it (`kvpool quota {account.subject}=SIZE`)"
-        if slot_bytes > limit:
-            return OutOfSpaceError(f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}")
-        fits = limit // slot_bytes
-        if account.tenant is not None:
-            num_extents = limit // arena.extent_bytes
-            fits = num_extents * arena.slots_per_extent(slot_bytes)
-            quota += f", {num_extents} extents of {size_text(arena.extent_bytes)}"
-        if count > fits:
+        """The error of a put for which a quota, or if None the arena, has no room."""
+        slot_bytes, arena = group.spec.slot_bytes, self._arena
+        blocks = f"{count} blocks of {slot_bytes} bytes"
+        if account is None:
+            self._counters["out_of_space_puts"] += 1
             return OutOfSpaceError(
-                f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
+                f"no room for {blocks}: {self._why(group, count)}; put fewer at once, try again later, or start "
+                "kvpool-server with more --memory"
             )
-        return OutOfSpaceError(
-            f"{quota}: no room for {count} blocks of {slot_bytes} bytes: {_HELD}; try again later, or {raise_it}"
-        )
+        self._counters["over_quota_puts"] += 1
+        quota = f"quota {account.subject} = {account.limit_bytes} bytes"
+        raise_it = f"raise it (`kvpool quota {account.subject}=SIZE`)"
+        if slot_bytes > account.limit_bytes:
+            return OutOfSpaceError(f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}")
+        if account.tenant is not None:
+            quota += f", {account.limit_bytes // arena.extent_bytes} extents of {size_text(arena.extent_bytes)}"
+        if count > self._slots_of(account, slot_bytes):
+            return OutOfSpaceError(f"{quota}: {blocks} are more; put fewer at once, or {raise_it}")
+        return OutOfSpaceError(f"{quota}: no room for {blocks}: {_HELD}; try again later, or {raise_it}")
 
-    def _why(self, slot_class: tuple[str, int], count: int) -> str:
-        """Why too few slots of a size can be freed, and which part of the arena the size cannot use."""
-        arena, (tenant, slot_bytes) = self._arena, slot_class
-        most = arena.num_extents * arena.slots_per_extent(slot_bytes)
-        if count > most:
+    def _why(self, group: Group, count: int) -> str:
+        """Why too few slots for a group can be freed, and which part of the arena it cannot use."""
+        arena, (tenant, slot_bytes) = self._arena, group.slot_class
+        if count > (most := self._slots_of(None, slot_bytes)):
             return f"the whole arena of {size_text(arena.arena_bytes)} has {most} slots of this size"
-        others = sum(len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes)
         parts = [_HELD]
-        if others:
+        if others := sum(len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes):
             parts.append(f"{size_text(others * arena.extent_bytes)} of the arena belong to blocks of other sizes")
         if arena.unbacked_bytes:
             parts.append(f"{size_text(arena.unbacked_bytes)} have no memory yet, for the server has just started")
