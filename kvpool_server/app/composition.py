@@ -26,7 +26,6 @@ from kvpool_server.app.arena_memory import ArenaMemory
 from kvpool_server.app.monitoring import Monitoring
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.cache.limits import Limits, default_limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps, finish
 from kvpool_server.data_plane.admission import MAX_SEATS
@@ -52,6 +51,7 @@ from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure, event_keys, plaintext_ports, tls_files
+from kvpool_server.sharing import Limits, default_limits
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.calls import traced
 from kvpool_server.tiers.peers.handover import hand_over

@@ -15,8 +15,8 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.leases import Hold, HoldTable, Lease, Owner, Ticket
-from kvpool_server.cache.limits import IdentityLimits, Limits
 from kvpool_server.cache.steps import SETTLED_PER_CALL
+from kvpool_server.sharing import IdentityLimits, Limits
 
 _NO_LIMITS = IdentityLimits(1 << 62, 1 << 62)
 

@@ -19,10 +19,10 @@ from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.leases import NOBODY, Found, Owner
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.placement import Placement
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
+from kvpool_server.sharing import Limits
 
 MAX_PROMPT_TOKENS = 1 << 26
 """Counted of one lookup: a client names the tokens of a block, and the sums of all lookups must fit into 64 bits."""

@@ -17,8 +17,7 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.namespace import NamespaceSpec, differences
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.limits import Limits
-from kvpool_server.sharing import Shares
+from kvpool_server.sharing import Limits, Shares
 
 
 class PoolNamespace:

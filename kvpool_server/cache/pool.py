@@ -31,12 +31,12 @@ from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.hints import Hints, Pins
 from kvpool_server.cache.holds import Holds, Transfers
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
-from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups, Removals
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.placement import Placement
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps
+from kvpool_server.sharing import IdentityLimits, Limits, default_limits
 
 TrafficObserver = Callable[[PoolNamespace, Sequence[BlockRun], Sequence[RunHits] | None], None]
 """Called inside a client's call: returns quickly, and does not call the pool. With hits, one for each run, a lookup for

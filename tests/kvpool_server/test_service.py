@@ -44,7 +44,7 @@ from kvpool.transport.base import Buffers
 from kvpool.transport.segment import NAME
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.cache.limits import Limits
+from kvpool_server.sharing import Limits
 from tests.conftest import Connect, StartServer
 from tests.support.calls import BLOCK_BYTES, BYTES_BY_ID, SERVICE, Target, requests
 from tests.support.memory_files import arena_file

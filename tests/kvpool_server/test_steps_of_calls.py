@@ -16,9 +16,9 @@ from kvpool.protocol import wire
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import finish
 from kvpool_server.rpc import chunks, verification
+from kvpool_server.sharing import Limits
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of

@@ -14,7 +14,6 @@ from kvpool.protocol.reports import ReportRequest
 from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.lookups import MAX_PROMPT_TOKENS, count_tokens
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import finish
@@ -28,6 +27,7 @@ from kvpool_server.observability.usage import (
     Usage,
     label_of,
 )
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.conftest import StartServer
 from tests.support.clock import FakeClock

@@ -28,9 +28,9 @@ from kvpool.protocol.pieces import MESSAGE_BYTES, PiecedChannel
 from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.cache.limits import Limits
 from kvpool_server.process import event_loop
 from kvpool_server.rpc import blocks, grpc_server, handlers, inbox, outbox
+from kvpool_server.sharing import Limits
 from tests.support.calls import METHODS, SERVICE
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer

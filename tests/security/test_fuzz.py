@@ -34,7 +34,6 @@ from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token, parse_lifetime, read_records
 from kvpool.transport.data_port import Header, Kind, Signer, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.limits import Limits
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, Connection, DataPort
@@ -42,6 +41,7 @@ from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.messages import Encoder, History
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.settings import config
+from kvpool_server.sharing import Limits
 from tests.support.cpu_time import MAX_CPU_S, LongestPart
 from tests.support.effort import effort
 from tests.support.integrity import check_integrity

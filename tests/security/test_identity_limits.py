@@ -30,11 +30,10 @@ from kvpool.transport.tcp_connection import Peer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
 from kvpool_server.access.control import identity_limits
-from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
-from kvpool_server.sharing import fair_slots
+from kvpool_server.sharing import IdentityLimits, fair_slots
 from tests.security.conftest import Deploy, Deployment
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of

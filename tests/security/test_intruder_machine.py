@@ -28,8 +28,8 @@ from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLS
-from kvpool_server.cache.limits import Limits
 from kvpool_server.rpc import handlers, operators, sessions
+from kvpool_server.sharing import Limits
 from tests.support.effort import effort
 from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec

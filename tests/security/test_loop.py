@@ -23,10 +23,10 @@ from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.explanations import MAX_ALL_RANGES
-from kvpool_server.cache.limits import Limits
 from kvpool_server.process.process_memory import keep_collections_short, no_collections
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES
 from kvpool_server.rpc.operators import MAX_RUNS as MAX_EXPLAINED
+from kvpool_server.sharing import Limits
 from tests.support.calls import SERVICE
 from tests.support.effort import EFFORT
 from tests.support.in_process_server import InProcessServer

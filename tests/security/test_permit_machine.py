@@ -21,8 +21,8 @@ from kvpool.protocol.types import ShardRange
 from kvpool.transport.data_port import Header, Kind, Signer, Terms, pack_offsets
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.limits import Limits
 from kvpool_server.data_plane.permits import PermitTable, TransferWord
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort

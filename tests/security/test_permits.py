@@ -19,10 +19,10 @@ from kvpool.transport.data_port import Header, Kind, Reply, Status, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.leases import Found
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.data_plane import worker
 from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.data_client import DataClient
 from tests.support.in_process_server import InProcessServer

@@ -13,7 +13,7 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import ShardRange
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.limits import Limits
+from kvpool_server.sharing import Limits
 from tests.security.conftest import Deploy
 from tests.support.in_process_server import InProcessServer
 from tests.support.tenants import EXTENT, WHOLE, House

@@ -20,7 +20,7 @@ from kvpool.protocol.reports import ReportRequest
 from kvpool.protocol.types import BlockRun
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.limits import Limits
+from kvpool_server.sharing import Limits
 from tests.security.conftest import Deploy, Deployment
 from tests.support.calls import BYTES_BY_ID, METHODS, Target, outcome
 from tests.support.processes import wait_for

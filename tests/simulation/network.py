@@ -37,9 +37,9 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Observer
 from kvpool_server.cache.leases import NOBODY, Owner
-from kvpool_server.cache.limits import Limits
 from kvpool_server.rpc.chunks import PIECE_BYTES
 from kvpool_server.rpc.drain import Drain
+from kvpool_server.sharing import Limits
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message

@@ -16,7 +16,7 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.cache.limits import Limits
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.world import GROUPS, NAMES, SPECS, SUBJECTS, Group, HeldLease, HeldTicket, World
 from tests.support.effort import effort

@@ -20,8 +20,8 @@ from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.donations import DRAIN_S
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import finish
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.integrity import check_integrity

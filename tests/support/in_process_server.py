@@ -21,12 +21,12 @@ from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Context, Credential
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.arena import Arena
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.rpc.grpc_server import GrpcServer
 from kvpool_server.rpc.turns import Turns
+from kvpool_server.sharing import Limits
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock

@@ -24,8 +24,8 @@ from kvpool.client.transport_choice import Choice
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.limits import Limits
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
+from kvpool_server.sharing import Limits
 from tests.support.memory_transport import MemoryTransport
 from tests.support.wire_service import METHODS, WireHouse
 

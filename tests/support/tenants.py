@@ -11,7 +11,7 @@ from kvpool.protocol.types import Quota, ShardRange
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.policy import PrefixLRU
-from kvpool_server.cache.limits import Limits
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.integrity import check_integrity

@@ -23,11 +23,11 @@ from kvpool_server.access.authentication import Credential
 from kvpool_server.access.caller import CALLER
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.arena import Arena
-from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.rpc.grpc_server import PoolService, RpcInterceptor
 from kvpool_server.rpc.handlers import SERVICE_NAME, add_service
+from kvpool_server.sharing import Limits
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock

@@ -12,8 +12,8 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import MAX_MISSES, MAX_RANGES, BlockState, Miss, MissCause
 from kvpool_server.cache.departures import EvictedFor
 from kvpool_server.cache.explanations import PART_BLOCKS, BlockRange, Explained
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import finish
+from kvpool_server.sharing import Limits
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of

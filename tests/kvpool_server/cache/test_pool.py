@@ -17,8 +17,8 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.arena import Arena
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import STEP_BLOCKS
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.bare_pool import make_pool, put
 from tests.support.clock import FakeClock

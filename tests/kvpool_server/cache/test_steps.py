@@ -19,9 +19,9 @@ from kvpool_server.cache import entry_table, holds, lookups, placement, pool
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction import POLICIES, Evictor, SearchCutError, evictor
 from kvpool_server.cache.leases import NOBODY
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.rpc.turns import Turns
+from kvpool_server.sharing import Limits
 from kvpool_server.tiering import tiered_pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce

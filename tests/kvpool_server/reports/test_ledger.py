@@ -22,12 +22,12 @@ from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, MAX_LEDGER_
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
-from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.usage import OTHER, Pairs
 from kvpool_server.reports import engines, ledger_file, usage_ledger
 from kvpool_server.reports.engines import MAX_TOTAL, EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
 from kvpool_server.reports.usage_ledger import UsageLedger, count_evictions
+from kvpool_server.sharing import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, replaced

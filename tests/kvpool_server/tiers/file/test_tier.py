@@ -14,9 +14,9 @@ import pytest
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.rpc.turns import Turns
+from kvpool_server.sharing import Limits
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.directory import OwnDirectory
 from kvpool_server.tiers.file.extents import Disk
