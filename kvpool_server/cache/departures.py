@@ -112,7 +112,6 @@ class Departure(NamedTuple):
     """What is known of a block that has left.
 
     Args:
-        seconds_ago: since it left.
         unused_seconds: from its last use until it left, to 9 %; None if unknown.
         evicted_for: None if it was not evicted, or not for a single put.
     """
@@ -155,7 +154,7 @@ class Departures:
         self._num_models: Counter[str] = Counter()
 
     def left(self, entries: Sequence[Entry], cause: MissCause, evicted_for: Group | None = None) -> None:
-        """Entries have left, or are about to: for the put of a group, or None for no single put."""
+        """Entries have left, or are about to, for a put into the group `evicted_for`; None: for no single put."""
         if not entries:
             return
         note = min(int(self._clock() - self._started_at), _MAX_LEFT) << _CAUSE_BITS | cause

@@ -29,13 +29,10 @@ PART_BLOCKS = 128
 """Blocks of one step, which takes 2 ms at most: if each has a range of its own."""
 MAX_ALL_RANGES = 4_096
 """Of all runs together: each may have an equal share, and at most `MAX_RANGES`."""
-MAX_MATCHES = 4
-"""Other namespaces that have a block."""
-MAX_DIFFERENCES = 16
+MAX_MATCHES, MAX_COUNTED = 4, 4_096
+"""Other namespaces that have a block, and blocks that are counted in each."""
+MAX_DIFFERENCES, MAX_DIFFERENCE_CHARS = 16, 2_000
 """Fields of another namespace that are named."""
-MAX_DIFFERENCE_CHARS = 2_000
-MAX_COUNTED = 4_096
-"""Blocks that are counted in another namespace."""
 _PREFIX_KIND = "full_attention"
 """Of groups whose blocks nobody stores without those before them."""
 _KNOWN = operator.attrgetter("state", "cause", "tier", "server", "evicted_for")
@@ -231,13 +228,8 @@ class Explanations:
         else:
             departed = self._departures.departures(group, names, group.spec.kind == _PREFIX_KIND)
         for left, count in departed:
-            if left is None:
-                yield BlockRange(at, count, BlockState.MISSING, MissCause.NEVER_STORED)
-            else:
-                ago = float(left.seconds_ago)
-                yield BlockRange(
-                    at, count, BlockState.MISSING, left.cause, "", ago, ago, left.unused_seconds, left.evicted_for
-                )
+            cause, ago, unused, evicted_for = left or (MissCause.NEVER_STORED, None, None, None)
+            yield BlockRange(at, count, BlockState.MISSING, cause, "", ago, ago, unused, evicted_for)
             at += count
 
     def _elsewhere(
@@ -262,10 +254,9 @@ class Explanations:
             yield
         matches = []
         for fingerprint, count in found.items():
-            match = self._namespaces.find(fingerprint)
-            if match is not None and count:
-                found_fields = differences(namespace.spec, match.spec)[:MAX_DIFFERENCES]
-                fields = tuple(str(each)[:MAX_DIFFERENCE_CHARS] for each in found_fields)
+            if count and (match := self._namespaces.find(fingerprint)) is not None:
+                differing = differences(namespace.spec, match.spec)[:MAX_DIFFERENCES]
+                fields = tuple(str(each)[:MAX_DIFFERENCE_CHARS] for each in differing)
                 matches.append(NamespaceMatch(fingerprint, count, fields))
                 yield
         return tuple(matches)

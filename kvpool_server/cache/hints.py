@@ -52,7 +52,7 @@ class Pins:
         self._budget_bytes = budget_bytes
         self._by_namespace: dict[bytes, Counter[int]] = {}  # Bytes by the end of the pins.
         self._by_tenant: Counter[str] = Counter()
-        self._ends: list[tuple[int, bytes, str]] = []  # A heap: each end in `_by_namespace`, of which tenant's.
+        self._ends: list[tuple[int, bytes, str]] = []  # A heap: each end in `_by_namespace`, with the tenant.
         self.next_end = math.inf  # From then on, `expire` is worth a call.
 
     def pin(self, entry: Entry, until: int, now: float) -> bool:
@@ -154,9 +154,9 @@ class Hints:
     _counters: dict[str, int]
 
     def pin_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun], seconds: int) -> Steps[HintResult]:
-        """Has complete blocks of prefixes evicted after all that are not pinned, for so many seconds.
+        """Pins complete blocks of prefixes for so many seconds: the first ones, as many as the budget has room for.
 
-        The first blocks are pinned, as many as the tenant's budget has room for. A pin that would end later stays.
+        A pin that would end later stays.
         """
         _, groups = self._namespaces.groups(fingerprint, runs)
         until = pin_end(seconds, self._clock())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.protocol.errors import OutOfSpaceError
@@ -59,8 +59,8 @@ class Holds:
     def __post_init__(self) -> None:
         self.leases: HoldTable[Lease] = HoldTable("lease", "look up again")
         self.tickets: HoldTable[Ticket] = HoldTable("ticket", "put_start again")
-        self._unfinished: dict[int, Hold] = {}  # Ended ones under which a transfer is under way, by id.
-        self._ended_leases: deque[Hold] = deque()  # Also the pins of tickets whose transfers have ended.
+        self._unfinished: dict[int, Hold] = {}  # Pins of ended ones under which a transfer is under way, by id.
+        self._ended_leases: deque[Hold] = deque()  # Also pins of `_unfinished` whose transfers have ended.
         self._ended_tickets: deque[tuple[Ticket, EndOfEntry]] = deque()
 
     def lease(self, entries: list[Entry], num_pinned: int, ttl_ms: int, now: float, owner: Owner) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class Holds:
         self.tickets.pop(ticket.id)
         if self._end_transfers(ticket):
             return True
-        self._end_pinned(ticket, self._entry_table.abandon)
+        self._ended_tickets.append((ticket, self._entry_table.abandon))
         self._let_go(SETTLED_PER_CALL)
         return False
 
@@ -174,9 +174,13 @@ class Holds:
         return ended + self._let_go(count)
 
     def _end_transfers(self, hold: Hold) -> bool:
-        """Ends what a hold permits; False if a transfer is under way: its entries are to be pinned until that ends."""
+        """Ends what a hold permits; False if a transfer is under way: its entries stay pinned until that ends."""
         if self._transfers is None or self._transfers.end(hold.id):
             return True
+        if isinstance(hold, Ticket):
+            for entry in hold.entries:
+                entry.leases += 1
+            hold = Lease(hold.id, hold.deadline, list(hold.entries))
         self._unfinished[hold.id] = hold
         return False
 
@@ -189,17 +193,8 @@ class Holds:
         self._end_ticket(ticket, self._entry_table.expire, self._entry_table.expire)
 
     def _end_ticket(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry) -> None:
-        """Ends a ticket: `_let_go` ends its entries or, if bytes are being written, ends them as unfinished ones."""
-        if self._end_transfers(ticket):
-            self._ended_tickets.append((ticket, end))
-        else:
-            self._end_pinned(ticket, end_unfinished)
-
-    def _end_pinned(self, ticket: Ticket, end: EndOfEntry) -> None:
-        """As `_end_ticket`, of an unfinished ticket: its entries also stay pinned until its transfers have ended."""
-        for entry in ticket.entries:
-            entry.leases += 1
-        self._ended_tickets.append((replace(ticket, entries=list(ticket.entries)), end))
+        """Ends a ticket, and its entries with `end`, or with `end_unfinished` if bytes are being written under it."""
+        self._ended_tickets.append((ticket, end if self._end_transfers(ticket) else end_unfinished))
 
     def _let_go(self, count: int) -> int:
         """Lets up to `count` entries of ended leases and tickets go; returns how many."""

@@ -64,6 +64,7 @@ class Found(NamedTuple):
     """What a lookup found, and the lease on it.
 
     Args:
+        hits: one per run.
         num_blocks: blocks that were asked for.
         entries: the complete ones.
         spans: [start, stop) of each group's entries in `entries`.
@@ -130,7 +131,7 @@ class HoldTable(Generic[Held]):
         self._kind, self._fix = kind, fix
         self._live: dict[int, Held] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self.holds, self.blocks = Shares(), Shares()  # Of owners with a name.
+        self.holds, self.blocks = Shares(), Shares()  # Of each owner with a name.
         self.num_expiring = 0  # Holds with a deadline; those of the server itself have none.
 
     def __len__(self) -> int:

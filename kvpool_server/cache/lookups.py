@@ -246,7 +246,8 @@ def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Seque
 
     The groups of a model hold the same tokens, so their runs count once: as many tokens as the longest run has, and as
     many found as every group has. Of several runs of one group the first counts: engines append single blocks to the
-    runs, to learn whether the pool has what they hold themselves. Of all pipeline stages the first counts.
+    runs, to learn whether the pool has what they hold themselves. All pipeline stages are asked for the same tokens:
+    the first stage counts them.
     """
     if namespace.spec.pipeline_stage:
         return 0, 0

@@ -143,7 +143,7 @@ class Pool:
         return self._quotas.usage()
 
     def set_quotas_in_steps(self, quotas: Sequence[Quota]) -> Steps[None]:
-        """Sets quotas, in the first step, deletes those whose limit is 0 bytes, and evicts what exceeds them.
+        """Sets quotas and deletes those whose limit is 0 bytes, in the first step, then evicts what exceeds them.
 
         Raises InvalidRequestError if one cannot be set; nothing has changed then.
         """
@@ -272,8 +272,8 @@ class Pool:
         if not self._holds.finish_writing(ticket):
             return PutReceipt(0, 0)
         committed = completed = 0
-        entries = ticket.entries
         self._holds.writing.append(ticket)
+        entries = ticket.entries
         for start in range(0, len(entries), STEP_BLOCKS):
             if start:
                 ticket.entries = entries[start:]
@@ -326,7 +326,9 @@ class Pool:
     def _settle(self, now: float, count: int) -> int:
         """Returns how many holds, entries and slots it visited: about `count` of each at most."""
         ended = self._holds.settle(now, count) + self.entry_table.free_expired(now, count)
-        return ended + self._drop_closed(count) if self.namespaces.closing else ended
+        if self.namespaces.closing:
+            ended += self._drop_closed(count)
+        return ended
 
     def _drop_closed(self, count: int) -> int:
         """Drops up to `count` entries of namespaces that were closed, and forgets those that are empty."""

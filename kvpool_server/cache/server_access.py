@@ -1,7 +1,7 @@
 """What the server itself does with whole blocks of a pool: write them, read them, and adopt those of its predecessor.
 
 The server's own tickets and leases have no deadline: whoever makes one ends it, in this process. The file stands in the
-order of its paths: reserve, commit; pin, pin_next_victims, unpin_victims; then `Adoption` of blocks whose bytes have
+order of its paths: reserve, commit; pin, pin_next_victims, unpin_victims; and the adoption of blocks whose bytes have
 outlived the process of a pool, in their slots.
 """
 
@@ -48,8 +48,7 @@ def reserve(pool: Pool, group: Group, runs: Sequence[BlockRun]) -> Steps[PutGran
 def commit(pool: Pool, ticket_id: int, checksums: Sequence[Sequence[int] | None]) -> int:
     """Ends a ticket of `reserve`; returns how many of its blocks are readable now.
 
-    Args:
-        checksums: the chunks' checksums of each granted block; None for a block that was not written.
+    `checksums` has those of the chunks of each granted block; None for a block that was not written.
     """
     ticket = pool.tickets.pop(ticket_id)
     assert ticket is not None, "a ticket without a deadline was lost"
@@ -105,12 +104,7 @@ _UNKNOWN_DEPTH = -(1 << 40)
 
 
 class Columns(NamedTuple):
-    """Complete blocks of one group and one extent.
-
-    Args:
-        uses: stamps of their last uses.
-        pins: the ends of their pins, on the pool's clock.
-    """
+    """Complete blocks of one group and one extent: `uses` are stamps, `pins` ends on the pool's clock."""
 
     offsets: Sequence[int]
     block_hashes: Sequence[bytes]
@@ -263,15 +257,8 @@ def restore(pool: Pool, found: Mapping[Group, Sequence[Record]]) -> None:
         names, parents, offsets, sums, _ = zip(*fitting, strict=True) if fitting else [()] * len(Record._fields)
         added = adoption.add(group, Columns(offsets, names, parents, sums, [stamp] * count, [0] * count))
         policy = pool.placement.evictor(group).policy
-        for start, stop in itertools.pairwise([*_chain_starts(added), len(added)]):
+        # Entries that each follow the one before were stored together.
+        starts = [nth for nth, entry in enumerate(added) if not nth or entry.parent is not added[nth - 1]]
+        for start, stop in itertools.pairwise([*starts, len(added)]):
             policy.stored(added[start:stop], stamp)
     adoption.finish({})
-
-
-def _chain_starts(entries: Sequence[Entry]) -> Iterator[int]:
-    """Where entries begin that each follow the one before."""
-    before = None
-    for nth, entry in enumerate(entries):
-        if entry.parent is not before or not nth:
-            yield nth
-        before = entry

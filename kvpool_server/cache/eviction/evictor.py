@@ -211,7 +211,7 @@ class Evictor:
 
     @property
     def first_pin_end(self) -> float:
-        """No pin of a parked entry ends before; infinite if none is parked."""
+        """No pin of a parked entry ends before this time; infinite if none is parked."""
         return self._pin_ends[0] if self._pin_ends else math.inf
 
     def oldest_stamp(self, chosen: Chosen) -> int | None:

@@ -169,7 +169,7 @@ class Ghosts:
 
     Python copies a dict when it grows, and again and again while keys come and go: in one dict, the ghosts of ten
     million entries would hold the event loop for tens of milliseconds. So blocks are kept by their place, one of
-    `NUM_PLACES`, the same in every run, and the oldest of each place are forgotten in turn.
+    `NUM_PLACES` (the same in every run, so that replays repeat), and the oldest of each place are forgotten in turn.
 
     Whatever empties the pool makes ghosts by the hundred thousand. Blocks and stamps are ints in plain dicts, which
     Python's garbage collector does not look into; the first key of a dict this small is found in a few microseconds.
