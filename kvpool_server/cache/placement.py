@@ -28,14 +28,7 @@ from kvpool_server.cache.arena import Arena, Extent
 from kvpool_server.cache.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
-from kvpool_server.cache.eviction.partitions import (
-    Account,
-    Partitions,
-    Victims,
-    choose_pinned,
-    choose_unpinned,
-    choose_victims,
-)
+from kvpool_server.cache.eviction.partitions import Account, Partitions, Victims
 
 MAX_VICTIMS = 512
 """Entries that one step evicts, or up to twice as many where the last of them empty an extent: within about 4 ms."""
@@ -225,7 +218,7 @@ class Placement:
                 if max_bytes > 0:
                     mine, size = self._partitions.of_class(slot_class), slot_class[1]
                     count = min(short, max(1, max_bytes // size), MAX_VICTIMS - len(victims.entries))
-                    max_bytes -= size * choose_victims(mine, count, victims, self.stamp)
+                    max_bytes -= size * victims.choose(mine, count, self.stamp)
         return victims.entries
 
     def _shortages(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[tuple[tuple[str, int], int]]:
@@ -287,12 +280,12 @@ class Placement:
         over -= sum(entry.group.spec.slot_bytes for entry in victims.entries if entry.group in account.groups)
         partitions = self._partitions.of_account(account)
         sizes = sorted({partition.slot_bytes for partition in partitions}, key=lambda size: (size != slot_bytes, -size))
-        for choose in (functools.partial(choose_unpinned, stamp=self.stamp), choose_pinned):
+        for choose in (functools.partial(victims.choose_unpinned, stamp=self.stamp), victims.choose_pinned):
             for size in sizes:
                 if over <= 0 or (num_left := most - len(victims.entries)) <= 0:
                     break
                 alike = [partition for partition in partitions if partition.slot_bytes == size]
-                over -= size * choose(alike, min(-(-over // size), num_left), victims)
+                over -= size * choose(alike, min(-(-over // size), num_left))
         return max(over, 0)
 
     def _choose_surplus(self, tenant: str, victims: Victims, most: int) -> None:
@@ -325,7 +318,7 @@ class Placement:
             victims.add(itertools.islice(filter(None, extent.owners), MAX_VICTIMS))
             short -= per_extent
         while short > 0 and len(victims.entries) < MAX_VICTIMS:
-            if (num_chosen := choose_victims(mine, short, victims, self.stamp)) < short:
+            if (num_chosen := victims.choose(mine, short, self.stamp)) < short:
                 return False
             short -= arena.num_freed_by(victims.entries[-num_chosen:], slot_class)
         return True

@@ -68,8 +68,44 @@ class Victims:
             if not entry.children and not entry.pending:
                 self._evictor_of(entry.group).add(entry)
 
-    def choose(self, evictor: Evictor, count: int, pinned: bool = False) -> int:
-        """Adds up to `count` victims that an evictor chooses; returns how many."""
+    def choose(self, partitions: Sequence[Partition], count: int, stamp: int) -> int:
+        """Adds up to `count` victims of partitions of one slot size, those worth least first; returns how many.
+
+        Pinned ones come last.
+        """
+        num_chosen = self.choose_unpinned(partitions, count, stamp)
+        return num_chosen + self.choose_pinned(partitions, count - num_chosen) if num_chosen < count else num_chosen
+
+    def choose_unpinned(self, partitions: Sequence[Partition], count: int, stamp: int) -> int:
+        """As `choose`, without pinned ones."""
+        if len(partitions) == 1:
+            return self._choose_from(partitions[0].evictor, count)
+        ranked: list[tuple[float, int]] = []
+        for nth, partition in enumerate(partitions):
+            # On average one partition a call computes its worth anew, however many partitions there are.
+            if (worth := partition.recent_worth(len(partitions), self.chosen, stamp)) is not None:
+                ranked.append((worth, nth))
+        heapq.heapify(ranked)
+        num_chosen, at_once = 0, -(-count // ROUNDS)
+        while ranked and num_chosen < count:
+            recent, nth = heapq.heappop(ranked)
+            worth = partitions[nth].worth(self.chosen, stamp)  # A use since may have raised it.
+            if worth is not None and worth <= max(recent, ranked[0][0] if ranked else worth):
+                num_chosen += self._choose_from(partitions[nth].evictor, min(at_once, count - num_chosen))
+                worth = partitions[nth].worth(self.chosen, stamp) if num_chosen < count else None
+            if worth is not None:
+                heapq.heappush(ranked, (worth, nth))
+        return num_chosen
+
+    def choose_pinned(self, partitions: Sequence[Partition], count: int) -> int:
+        """As `choose`, where no unpinned victims are left: those first whose pin ends first."""
+        num_chosen = 0
+        for partition in sorted(partitions, key=lambda each: each.evictor.first_pin_end):
+            if num_chosen < count:
+                num_chosen += self._choose_from(partition.evictor, count - num_chosen, pinned=True)
+        return num_chosen
+
+    def _choose_from(self, evictor: Evictor, count: int, pinned: bool = False) -> int:
         victims = evictor.choose(count, self.chosen, pinned)
         self._by_evictor.append((evictor, victims))
         self.entries += victims
@@ -205,43 +241,3 @@ def oldest_stamp(partitions: Sequence[Partition], victims: Victims) -> int | Non
     """A stamp before which no candidate of these partitions was used; None if there is no candidate."""
     stamps = (partition.evictor.oldest_stamp(victims.chosen) for partition in partitions)
     return min((stamp for stamp in stamps if stamp is not None), default=None)
-
-
-def choose_victims(partitions: Sequence[Partition], count: int, victims: Victims, stamp: int) -> int:
-    """Adds up to `count` victims of partitions of one slot size, those worth least first; returns how many.
-
-    Pinned ones come last.
-    """
-    num_chosen = choose_unpinned(partitions, count, victims, stamp)
-    return num_chosen + choose_pinned(partitions, count - num_chosen, victims) if num_chosen < count else num_chosen
-
-
-def choose_pinned(partitions: Sequence[Partition], count: int, victims: Victims) -> int:
-    """As `choose_unpinned`, where no unpinned victims are left: those first whose pin ends first."""
-    num_chosen = 0
-    for partition in sorted(partitions, key=lambda each: each.evictor.first_pin_end):
-        if num_chosen < count:
-            num_chosen += victims.choose(partition.evictor, count - num_chosen, pinned=True)
-    return num_chosen
-
-
-def choose_unpinned(partitions: Sequence[Partition], count: int, victims: Victims, stamp: int) -> int:
-    """As `choose_victims`, without pinned ones."""
-    if len(partitions) == 1:
-        return victims.choose(partitions[0].evictor, count)
-    ranked: list[tuple[float, int]] = []
-    for nth, partition in enumerate(partitions):
-        # On average one partition a call computes its worth anew, however many partitions there are.
-        if (worth := partition.recent_worth(len(partitions), victims.chosen, stamp)) is not None:
-            ranked.append((worth, nth))
-    heapq.heapify(ranked)
-    num_chosen, at_once = 0, -(-count // ROUNDS)
-    while ranked and num_chosen < count:
-        recent, nth = heapq.heappop(ranked)
-        worth = partitions[nth].worth(victims.chosen, stamp)  # A use since may have raised it.
-        if worth is not None and worth <= max(recent, ranked[0][0] if ranked else worth):
-            num_chosen += victims.choose(partitions[nth].evictor, min(at_once, count - num_chosen))
-            worth = partitions[nth].worth(victims.chosen, stamp) if num_chosen < count else None
-        if worth is not None:
-            heapq.heappush(ranked, (worth, nth))
-    return num_chosen

@@ -17,7 +17,6 @@ from kvpool_server.cache.eviction.partitions import (
     Partition,
     Partitions,
     Victims,
-    choose_unpinned,
 )
 from kvpool_server.process.process_memory import no_collections
 from tests.support.clock import FakeClock
@@ -102,7 +101,7 @@ def test_one_choice_among_many_partitions_visits_few_entries_in_vain(
     while not num_chosen:
         before, num_calls = num_pops, num_calls + 1
         with suppress(SearchCutError), Victims(lambda _: partitions[0].evictor) as victims:
-            num_chosen = choose_unpinned(partitions, 1, victims, 3 * TICK)
+            num_chosen = victims.choose_unpinned(partitions, 1, 3 * TICK)
         assert num_pops - before <= MAX_VISITED + 1 + 3 * num_partitions
     assert num_calls == num_partitions, "a call does not go on where the one before has ended"
 
