@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -251,7 +252,12 @@ def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Seque
     """
     if namespace.spec.pipeline_stage:
         return 0, 0
-    asked, found, counted = 0, MAX_PROMPT_TOKENS, 0
+    if len(runs) == 1:
+        (run,), (hit,) = runs, hits
+        group = namespace.groups[run.group_idx]
+        reach = hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())
+        return _bounded(len(run.block_hashes) * group.block_tokens), _bounded(reach * group.block_tokens)
+    asked, found, counted = 0, sys.maxsize, 0
     for run, hit in zip(runs, hits, strict=True):
         bit = 1 << run.group_idx
         if counted & bit:
@@ -264,7 +270,11 @@ def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Seque
             asked = tokens
         if (tokens := reach * group.block_tokens) < found:
             found = tokens
-    return min(asked, MAX_PROMPT_TOKENS), found
+    return _bounded(asked), _bounded(found)
+
+
+def _bounded(tokens: int) -> int:
+    return min(tokens, MAX_PROMPT_TOKENS)
 
 
 def usable_tokens(groups: Sequence[GroupSpec], runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> int:
