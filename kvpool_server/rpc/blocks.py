@@ -1,4 +1,4 @@
-"""The RPCs of blocks: Lookup, LookupStream, Get, Release; PutStart, PutEnd, PutRevoke; Exists, Hint, Verify."""
+"""The RPCs of blocks: Lookup, LookupStream, Get, Release; PutStart, PutEnd, PutRevoke; Exists, Hint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
-import structlog
 from google.protobuf.message import Message
 
 from kvpool.protocol import wire
@@ -27,7 +26,6 @@ from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.hints import MAX_PIN_S
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
-from kvpool_server.cache.server_access import pin
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.process.event_loop import begun
@@ -36,12 +34,8 @@ from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
 from kvpool_server.rpc.outbox import Unsent
-from kvpool_server.rpc.verification import verified
-from kvpool_server.sharing.fair_slots import FairSlots
 
 Call = asyncio.Task[Any]
-
-log = structlog.get_logger()
 
 MAX_BROUGHT_UP = 4 * LOOKUP_STEP_BLOCKS
 """Blocks that one call brings up for a server that hands its own over."""
@@ -49,8 +43,6 @@ MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS = 16, 8, 5_000
 """Leases of other servers at once, and of one of their connections, and their longest time. Servers share a name, and
 each has one connection to another. The wire is first of all for the engines of this server, and a server that is
 refused asks the next one that has the blocks."""
-MAX_WAITING = 64
-"""Calls of `Verify` of one caller that wait for their turn: one call at a time verifies blocks."""
 
 
 class _Answer(NamedTuple):
@@ -75,7 +67,6 @@ class BlockHandlers(Handlers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.streams = LookupStreams(self.pool.limits.max_streams)
-        self._verifications = FairSlots(1, 1, MAX_WAITING)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, owner_of(context), context, request.wait_ms)
@@ -302,21 +293,6 @@ class BlockHandlers(Handlers):
         else:
             result = await self.run(hints.unpin_in_steps(fingerprint, runs))
         return wire.message_of(result, pb.HintResponse, boot_token=self.boot_token, pin_seconds=pin_seconds)
-
-    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
-        fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
-        async with self._verifications.slot(owner_of(context).name):
-            found = await self.run(self.pool.removals.complete(fingerprint, runs))
-            entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.
-            lease_id = pin(self.pool, entries)  # Keeps the bytes in their place.
-            try:
-                corrupt = await verified(entries, self.memory, self.run)
-            finally:
-                self.pool.release([lease_id])
-        dropped = await self.run(self.pool.removals.drop_corrupt(corrupt))
-        if dropped:
-            log.error("corrupt blocks dropped", checked=len(entries), dropped=dropped)
-        return pb.VerifyResponse(boot_token=self.boot_token, num_checked=len(entries), num_dropped=dropped)
 
 
 class LookupStreams:

@@ -1,29 +1,36 @@
-"""Puts and gets whose bytes travel in the messages: of chunks by their keys, or of the regions of tickets and leases.
+"""The RPCs that touch the arena's bytes: PutChunks and GetChunks, whose bytes travel in the messages, and Verify.
 
-Regions are for engines that reach the arena in no other way.
+Bytes travel by the keys of chunks or, for engines that reach the arena in no other way, by the regions of tickets and
+leases.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import ChecksumError, InvalidRequestError
-from kvpool.protocol.hashing import checksum
+from kvpool.protocol.hashing import MAX_LOCKED_BYTES, checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
+from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.leases import Owner
-from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.cache.server_access import pin
+from kvpool_server.cache.steps import Run, Steps, finish
 from kvpool_server.rpc.handlers import Handlers, owner_of
+from kvpool_server.sharing.fair_slots import FairSlots
 from kvpool_server.tiering.tiered_pool import MAX_WAIT_MS
+from kvpool_server.tiers.tier import is_sound
 
 log = structlog.get_logger()
 
@@ -34,11 +41,19 @@ WRITTEN_BYTES = MESSAGE_BYTES - (1 << 10)
 """Of a request."""
 MAX_CHUNK_BYTES = 4 << 20
 TTL_MS = 60_000
+VERIFIED_BYTES = 64 << 20
+"""Bytes that a thread verifies before it looks whether the call was cancelled."""
+MAX_WAITING = 64
+"""Calls of `Verify` of one caller that wait for their turn: one call at a time verifies blocks."""
 _PAYLOAD = pb.GetChunksResponse.PAYLOAD_FIELD_NUMBER
 
 
 class ChunkHandlers(Handlers):
-    """The RPCs PutChunks and GetChunks."""
+    """The RPCs PutChunks, GetChunks and Verify."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._verifications = FairSlots(1, 1, MAX_WAITING)
 
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
         statuses, nbytes, owner = bytearray(), 0, owner_of(context)
@@ -90,6 +105,21 @@ class ChunkHandlers(Handlers):
                     context.set_code(grpc.StatusCode.OK)  # A client may hang up as soon as it has every byte.
                 piece = pb.GetChunksResponse(boot_token=self.boot_token, offset=offset)
                 yield wire.with_payload(piece, _PAYLOAD, self.memory[offset : offset + size].data)
+
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
+        async with self._verifications.slot(owner_of(context).name):
+            found = await self.run(self.pool.removals.complete(fingerprint, runs))
+            entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.
+            lease_id = pin(self.pool, entries)  # Keeps the bytes in their place.
+            try:
+                corrupt = await verified(entries, self.memory, self.run)
+            finally:
+                self.pool.release([lease_id])
+        dropped = await self.run(self.pool.removals.drop_corrupt(corrupt))
+        if dropped:
+            log.error("corrupt blocks dropped", checked=len(entries), dropped=dropped)
+        return pb.VerifyResponse(boot_token=self.boot_token, num_checked=len(entries), num_dropped=dropped)
 
     def _put(self, chunks: Sequence[pb.Chunk], owner: Owner) -> Steps[bytes]:
         """As `_put_one` of each; a step stores one chunk."""
@@ -162,3 +192,28 @@ class ChunkHandlers(Handlers):
             log.error("corrupt block dropped", block=key.block_hash.hex())
             return None
         return Chunk(key, payload, located.checksums[0])
+
+
+async def verified(entries: Sequence[Entry], memory: npt.NDArray[np.uint8], run: Run) -> list[Entry]:
+    """The corrupt ones of complete entries of one group, which are pinned. Large chunks are hashed in a thread."""
+    if not entries:
+        return []
+    spec, corrupt = entries[0].group.spec, list[Entry]()
+    if spec.chunk_bytes <= MAX_LOCKED_BYTES:  # A thread that hashes many keeps the event loop waiting.
+        with closing(find_corrupt(entries, memory)) as steps:  # They end with the call.
+            return await run(steps)
+    count = max(1, VERIFIED_BYTES // spec.slot_bytes)
+    for start in range(0, len(entries), count):
+        corrupt += await asyncio.to_thread(finish, find_corrupt(entries[start : start + count], memory))
+    return corrupt
+
+
+def find_corrupt(entries: Sequence[Entry], memory: npt.NDArray[np.uint8]) -> Steps[list[Entry]]:
+    """Those of some complete entries whose bytes in the arena differ from their checksums; a step for each entry."""
+    corrupt: list[Entry] = []
+    for entry in entries:
+        view = memory[entry.offset :][: entry.group.spec.slot_bytes].data
+        if not is_sound(view, entry.checksums):
+            corrupt.append(entry)
+        yield
+    return corrupt

@@ -17,14 +17,14 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.steps import finish
-from kvpool_server.rpc import chunks, verification
+from kvpool_server.rpc import chunks
 from kvpool_server.sharing import Limits
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 CHUNK, NUM_LEASES, NUM_CHUNKS = 64, 8_000, 400
-LARGE = verification.MAX_LOCKED_BYTES + 64
+LARGE = chunks.MAX_LOCKED_BYTES + 64
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def test_leases_of_one_message_end_in_steps(server: InProcessServer, method: str
 def test_only_chunks_that_are_hashed_without_pythons_lock_are_verified_in_a_thread(
     server: InProcessServer, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, num_shards: int
 ) -> None:
-    name, threads, is_sound = _filled(server, 20, chunk_bytes, num_shards), set[int](), verification.is_sound
+    name, threads, is_sound = _filled(server, 20, chunk_bytes, num_shards), set[int](), chunks.is_sound
 
     def noted(*args: Any) -> bool:
         threads.add(threading.get_ident())
         return is_sound(*args)
 
-    monkeypatch.setattr(verification, "is_sound", noted)
+    monkeypatch.setattr(chunks, "is_sound", noted)
     (entry,) = server.on_loop(lambda: finish(server.pool.removals.complete(name, [run_of(7)])))
     server.memory[entry.offset + num_shards * chunk_bytes - 1] = 1  # The last byte of a block.
     request = pb.VerifyRequest(namespace=name, runs=wire.encode_runs([run_of(*range(20))]))
@@ -113,7 +113,7 @@ def test_what_a_call_has_begun_ends_when_its_caller_hangs_up(
 ) -> None:
     """A caller that hangs up and calls again would else have all of its calls, and their requests, under way."""
     name, num_done = _filled(server, NUM_CHUNKS if method == "Verify" else 0), 0
-    checksum, is_sound = chunks.checksum, verification.is_sound
+    checksum, is_sound = chunks.checksum, chunks.is_sound
 
     def slow(hashed: Callable[..., Any], *args: Any) -> Any:
         nonlocal num_done
@@ -122,7 +122,7 @@ def test_what_a_call_has_begun_ends_when_its_caller_hangs_up(
         return hashed(*args)
 
     monkeypatch.setattr(chunks, "checksum", lambda *args: slow(checksum, *args))
-    monkeypatch.setattr(verification, "is_sound", lambda *args: slow(is_sound, *args))
+    monkeypatch.setattr(chunks, "is_sound", lambda *args: slow(is_sound, *args))
     runs = wire.encode_runs([BlockRun(0, [block_hash(nth) for nth in range(NUM_CHUNKS)])])
     if method == "Verify":
         call = server.stub.Verify.future(pb.VerifyRequest(namespace=name, runs=runs), timeout=60)

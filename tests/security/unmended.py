@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpool_server.app import command as cli
 from kvpool_server.cache.steps import Steps, finish
-from kvpool_server.rpc import handlers, verification
+from kvpool_server.rpc import chunks, handlers
 from kvpool_server.rpc.turns import Turns
 
 
@@ -36,7 +36,7 @@ def _uncounted() -> None:
 
 
 def _verified_in_threads() -> None:
-    verification.MAX_LOCKED_BYTES = 0
+    chunks.MAX_LOCKED_BYTES = 0
 
 
 MECHANISMS: Mapping[str, Callable[[], None]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.steps import finish
-from kvpool_server.rpc.verification import find_corrupt
+from kvpool_server.rpc.chunks import find_corrupt
 from testbed.pool_at_once import PoolAtOnce
 
 

@@ -19,7 +19,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc import inbox, operators
-from kvpool_server.rpc.blocks import MAX_WAITING
+from kvpool_server.rpc.chunks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.sharing import LEAST, RESERVE, Shares, fair_slots
 from kvpool_server.sharing.fair_slots import FairSlots, Pace
