@@ -30,10 +30,9 @@ from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.process.event_loop import begun
 from kvpool_server.reports.usage_ledger import count_evictions
+from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES, Unsent, check_deadline
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
-from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
-from kvpool_server.rpc.outbox import Unsent
 
 Call = asyncio.Task[Any]
 

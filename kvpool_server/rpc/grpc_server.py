@@ -33,6 +33,7 @@ from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.process.addresses import bind_path, cannot_bind, held, listening
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
+from kvpool_server.rpc.buffers import MAX_STREAM_S, REQUEST, pace
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import (
     CHECK,
@@ -42,7 +43,6 @@ from kvpool_server.rpc.handlers import (
     add_service,
     owner_of,
 )
-from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, pace
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work

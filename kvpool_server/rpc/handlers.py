@@ -34,10 +34,9 @@ from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import UsageLedger
+from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES, REQUEST, Inbox, Outbox
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.drain import Drain
-from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, REQUEST, Inbox
-from kvpool_server.rpc.outbox import Outbox
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.sharing.fair_slots import FairSlots
 from kvpool_server.tiering.tiered_pool import TieredPool

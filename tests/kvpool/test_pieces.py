@@ -23,7 +23,7 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import BlockRun, Chunk, Located, PoolKey, PutStatus, in_parts, join_located
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES
+from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES
 from tests.conftest import Connect
 from tests.kvpool.test_lookup_stream import Asking
 from tests.support.processes import ServerProcess

@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvpool.transport.data_port import Kind, Status
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.rpc.inbox import MAX_STREAM_S
+from kvpool_server.rpc.buffers import MAX_STREAM_S
 from tests.conftest import Connect, StartServer
 from tests.support.calls import SERVICE
 from tests.support.data_client import DataClient

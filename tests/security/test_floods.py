@@ -29,7 +29,7 @@ from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.process import event_loop
-from kvpool_server.rpc import blocks, grpc_server, handlers, inbox, outbox
+from kvpool_server.rpc import blocks, buffers, grpc_server, handlers
 from kvpool_server.sharing import Limits
 from tests.support.calls import METHODS, SERVICE
 from tests.support.half_sent import HalfSentCalls
@@ -149,18 +149,18 @@ def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: Start
         before = server.own_bytes
         most = grpc_server.MAX_STREAMS
         channels = [_unread(server.endpoint, namespace.fingerprint, most) for _ in range(16)]
-        assert len(channels) * most > 4 * inbox.MAX_DATA_STREAMS
+        assert len(channels) * most > 4 * buffers.MAX_DATA_STREAMS
         time.sleep(3)
         grown = server.own_bytes - before
-    assert grown < 4 * chunk * inbox.MAX_DATA_STREAMS, f"{grown / MIB:.0f} MiB"
+    assert grown < 4 * chunk * buffers.MAX_DATA_STREAMS, f"{grown / MIB:.0f} MiB"
 
 
 def test_requests_of_streams_that_wait_are_not_decoded(
     small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message of numbers is eight times as large once it is decoded."""
-    monkeypatch.setattr(inbox, "MAX_DATA_STREAMS", 0)
-    monkeypatch.setattr(inbox, "MESSAGE_S", 0.5)
+    monkeypatch.setattr(buffers, "MAX_DATA_STREAMS", 0)
+    monkeypatch.setattr(buffers, "MESSAGE_S", 0.5)
     names: list[str] = []
     decode = handlers.decoded
 
@@ -179,8 +179,8 @@ def test_requests_of_streams_that_wait_are_not_decoded(
 def test_a_client_that_reads_no_replies_leaves_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 64)
     monkeypatch.setattr(grpc_server, "MAX_STREAMS", 100)
-    monkeypatch.setattr(inbox, "PIECE_S", 1.0)
-    monkeypatch.setattr(inbox, "MAX_DATA_STREAMS", 16)
+    monkeypatch.setattr(buffers, "PIECE_S", 1.0)
+    monkeypatch.setattr(buffers, "MAX_DATA_STREAMS", 16)
     server = InProcessServer(64 * MIB, MIB)
     try:
         endpoint = f"127.0.0.1:{server.port}"
@@ -227,7 +227,7 @@ def test_a_single_reply_counts_until_it_is_sent(
     if bound == "calls":
         monkeypatch.setattr(grpc_server, "MAX_CALLS", 8 * share // 3)
     else:
-        monkeypatch.setattr(outbox, "MAX_UNSENT_BYTES", 8 * share // 3 * nbytes)
+        monkeypatch.setattr(buffers, "MAX_UNSENT_BYTES", 8 * share // 3 * nbytes)
 
     def has_its_share() -> bool:
         calls = _listings(endpoint, share)
@@ -259,7 +259,7 @@ def test_streams_of_lookups_hold_a_clients_share_of_unread_replies(
     request = pb.LookupRequest(namespace=name, runs=runs, lease_ttl_ms=60_000, locate=True)
     nbytes = pb.LookupReply(found=server.stub.Lookup(request, timeout=10)).ByteSize()
     assert nbytes > 2 * (64 << 10), "more than fits a client's window"
-    monkeypatch.setattr(outbox, "MAX_UNSENT_BYTES", 4 * nbytes)
+    monkeypatch.setattr(buffers, "MAX_UNSENT_BYTES", 4 * nbytes)
 
     def num_answered(*, reads: bool = True) -> int:
         """Of four streams with two requests each, how many get an answer to the first; their client then hangs up."""
@@ -283,9 +283,9 @@ def test_a_reply_that_is_refused_leaves_no_lease_or_ticket(
     server = small_server()
     name, runs = _filled(server, 1, num_shards=16), wire.encode_runs([BlockRun(0, [block_hash(0)] * 1_000)])
     request = pb.LookupRequest(namespace=name, runs=runs, lease_ttl_ms=60_000, locate=True)
-    monkeypatch.setattr(outbox, "MAX_UNSENT_BYTES", 8)
+    monkeypatch.setattr(buffers, "MAX_UNSENT_BYTES", 8)
     if method == "PutStart":
-        monkeypatch.setattr(outbox, "SMALL_BYTES", 8)
+        monkeypatch.setattr(buffers, "SMALL_BYTES", 8)
     if method == "LookupStream":
         (reply,) = server.stub.LookupStream(iter([request]), timeout=10)
         assert reply.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -356,8 +356,8 @@ def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: St
 def test_a_message_has_to_arrive_in_time(
     small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "MESSAGE_S", 0.5)
-    monkeypatch.setattr(inbox, "PIECE_S", 0.5)
+    monkeypatch.setattr(buffers, "MESSAGE_S", 0.5)
+    monkeypatch.setattr(buffers, "PIECE_S", 0.5)
     server = small_server()
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
     streams = {calls.begin(method, 100, 99) for method in METHODS if method != "LookupStream"}  # Which may be idle.
@@ -387,12 +387,12 @@ def test_every_call_counts_among_those_of_its_caller_and_is_made_again_if_it_is_
 def test_requests_whose_rest_does_not_come_leave_room_for_others(
     small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "MESSAGE_S", 3.0)
-    monkeypatch.setattr(inbox, "PIECE_S", 3.0)
+    monkeypatch.setattr(buffers, "MESSAGE_S", 3.0)
+    monkeypatch.setattr(buffers, "PIECE_S", 3.0)
     server = small_server()
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
     streams = {calls.begin("Get", MESSAGE_BYTES, MESSAGE_BYTES) for _ in range(grpc_server.MAX_STREAMS)}
-    most = 3 * inbox.MAX_LARGE // 8 + inbox.MAX_OWN_LARGE_WAITING
+    most = 3 * buffers.MAX_LARGE // 8 + buffers.MAX_OWN_LARGE_WAITING
     wait_for(lambda: len(streams & calls.ended) == grpc_server.MAX_STREAMS - most, "the refusal of the others")
     names = run_of(*range(2 * MESSAGE_BYTES // HASH_BYTES))
     with pytest.raises(grpc.RpcError) as raised:
@@ -524,7 +524,7 @@ def test_a_huge_frame_to_the_event_ports_is_not_buffered(pool_server: StartServe
 def test_a_stream_that_sends_a_byte_now_and_then_ends(
     small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "PIECE_S", 1.0)
+    monkeypatch.setattr(buffers, "PIECE_S", 1.0)
 
     def trickle() -> Iterator[pb.PutChunksRequest]:
         for _ in range(100):

@@ -31,8 +31,8 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
 from kvpool_server.access.control import identity_limits
 from kvpool_server.data_plane.admission import SPARED_S
-from kvpool_server.rpc import inbox
-from kvpool_server.rpc.inbox import Inbox
+from kvpool_server.rpc import buffers
+from kvpool_server.rpc.buffers import Inbox
 from kvpool_server.sharing import IdentityLimits, fair_slots
 from tests.security.conftest import Deploy, Deployment
 from tests.support.processes import wait_for
@@ -54,7 +54,7 @@ def test_the_page_tells_the_limits() -> None:
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([\d,]+)\b", DOCUMENT.read_text(), re.MULTILINE)
     assert {key: int(value.replace(",", "")) for key, value in rows} == dataclasses.asdict(IdentityLimits())
     (own,) = re.findall(r"^\| streams of payload \| \| (\d+) \|", DOCUMENT.read_text(), re.MULTILINE)
-    assert int(own) == inbox.MAX_OWN_DATA_STREAMS
+    assert int(own) == buffers.MAX_OWN_DATA_STREAMS
 
 
 def test_limits_are_of_all_identities_and_of_some() -> None:
@@ -260,7 +260,7 @@ def test_an_identitys_connections_to_the_data_port_leave_others_theirs(limited: 
 
 
 def test_an_identity_has_so_many_streams_of_data_and_so_many_waiting_and_leaves_others_theirs() -> None:
-    most = inbox.MAX_OWN_DATA_STREAMS + inbox.MAX_OWN_DATA_WAITING
+    most = buffers.MAX_OWN_DATA_STREAMS + buffers.MAX_OWN_DATA_WAITING
     context: Any = SimpleNamespace(time_remaining=lambda: 60.0)
 
     async def run() -> None:
@@ -279,7 +279,7 @@ def test_an_identity_has_so_many_streams_of_data_and_so_many_waiting_and_leaves_
             calls.append(asyncio.create_task(hold("umbra")))
             while "umbra" not in entered:
                 await asyncio.sleep(0)
-        assert entered == ["acme"] * inbox.MAX_OWN_DATA_STREAMS + ["umbra"]
+        assert entered == ["acme"] * buffers.MAX_OWN_DATA_STREAMS + ["umbra"]
         assert all(isinstance(call.exception(), BusyError) for call in calls[most:-1])
         for call in calls:
             call.cancel()
@@ -323,11 +323,11 @@ def test_calls_that_identities_leave_silent_give_way(what: str, monkeypatch: pyt
         async def read(*messages: bytes) -> bytes:
             context: Any = SilentContext(*messages)
             if what == "pieces":
-                return await box.receive(context, inbox.MAX_REQUEST_BYTES)
+                return await box.receive(context, buffers.MAX_REQUEST_BYTES)
             async with aclosing(box.stream(context)) as stream:
                 return await anext(stream)
 
-        for nth in range(inbox.MAX_DATA_STREAMS + 1):
+        for nth in range(buffers.MAX_DATA_STREAMS + 1):
             sent = [piece] * (what == "pieces")
             silent += [_called_by(f"silent-{nth}", lambda sent=sent: read(*sent)) for _ in range(2)]
         await asyncio.sleep(0)

@@ -18,7 +18,7 @@ from kvpool.protocol.wire import encode_runs
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
 from kvpool_server.process.event_loop import FLOW
-from kvpool_server.rpc import inbox, operators
+from kvpool_server.rpc import buffers, operators
 from kvpool_server.rpc.chunks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.sharing import LEAST, RESERVE, Shares, fair_slots
@@ -184,15 +184,15 @@ def test_a_call_whose_time_is_over_already_can_be_told_to_give_way(monkeypatch: 
 
 
 def test_a_stream_waits_for_its_client_as_long_as_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "PIECE_S", 0.2)
+    monkeypatch.setattr(buffers, "PIECE_S", 0.2)
 
     async def wait(nbytes: int) -> None:
-        pace = inbox.pace()
+        pace = buffers.pace()
         for _ in range(30):
             await pace.wait(asyncio.sleep(0.02))
             pace.moved(nbytes)
 
-    asyncio.run(wait(inbox.PACE_BYTES))
+    asyncio.run(wait(buffers.PACE_BYTES))
     with pytest.raises(PoolTimeoutError, match=r"moved less than 1048576 bytes in 0\.2 s"):
         asyncio.run(wait(1))
 

@@ -1,10 +1,12 @@
-"""Receives the messages of calls within a time and a size, so that callers that withhold bytes, or send many, hold
-little memory.
+"""Bounds what the messages of callers hold: requests that come slowly or in pieces, and replies that nobody reads.
 
 gRPC buffers a message until its last byte has come, and waits for that byte for ever. A handler of one request is
 called only after that; therefore the server registers handlers of streams for all methods, which are the same on the
 wire, and reads the messages itself. A large request comes in pieces, of which a client sends one before the server
 asks for it.
+
+A client that reads nothing leaves each of its calls waiting for room in its window. Small replies are bounded by the
+number of calls; the bytes of all others together, and those of one caller, are bounded here.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.errors import BusyError, InvalidRequestError
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.report.quotas import size_text
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
 from kvpool_server.rpc.turns import when_ended
+from kvpool_server.sharing import Shares
 from kvpool_server.sharing.fair_slots import FairSlots, Pace
 
 MAX_REQUEST_BYTES = 4 << 20
@@ -46,6 +49,11 @@ MAX_OWN_DATA_STREAMS, MAX_OWN_DATA_WAITING = 16, 256
 """Of them, one identity's, where callers are authenticated: more of one caller's are no faster together. An identity
 has no more than are left, either. As many more wait, each with a message that is not decoded."""
 
+SMALL_BYTES = 16 << 10
+"""A reply of no more is not counted."""
+MAX_UNSENT_BYTES = 128 << 20
+"""Of all callers; gRPC holds a reply twice, as bytes and as what it sends. A caller may have as much as is left."""
+
 REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
 _PACE: ContextVar[Pace] = ContextVar("the pace of the running call")
@@ -68,7 +76,10 @@ class Inbox:
             PoolTimeoutError: its last byte has not come in time.
             InvalidRequestError: there is none, or it is larger than `max_bytes`.
         """
-        request, give_back = await self.whole(context, await self._arrival(context), max_bytes)
+        first = await Pace(MESSAGE_S, 1).wait(context.read())
+        if first is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise InvalidRequestError("the call has no request; send one message")
+        request, give_back = await self.whole(context, first, max_bytes)
         if give_back is not None:
             when_ended(give_back)
         return request
@@ -103,13 +114,6 @@ class Inbox:
         """Whether the messages of streams of data are to take turns."""
         return self._streams.num_taken > FEW_DATA_STREAMS
 
-    async def _arrival(self, context: Context) -> bytes:
-        """The first message of a call."""
-        message = await Pace(MESSAGE_S, 1).wait(context.read())
-        if message is grpc.aio.EOF:  # type: ignore[attr-defined]
-            raise InvalidRequestError("the call has no request; send one message")
-        return message  # type: ignore[no-any-return]
-
     async def stream(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages of a stream of data, each of which has to come in time. Raises as `receive`."""
         async with self.slot(context):
@@ -129,6 +133,49 @@ class Inbox:
         """A place among the streams of data. Raises BusyError if none becomes free in time."""
         check_deadline(context)
         return self._streams.slot(_caller(), MESSAGE_S, pace=pace())
+
+
+class Unsent:
+    """A reply's bytes, from when it is made until gRPC has sent it, or the call has ended.
+
+    Attributes:
+        nbytes: that count; 0 of a small reply.
+    """
+
+    __slots__ = ("_caller", "_shares", "nbytes")
+
+    def __init__(self, shares: Shares, caller: str, nbytes: int):
+        self._shares, self._caller, self.nbytes = shares, caller, nbytes
+        shares.add(caller, nbytes)
+
+    def end(self) -> None:
+        """The bytes do not count any more. Idempotent."""
+        if self.nbytes:
+            self._shares.add(self._caller, -self.nbytes)
+            self.nbytes = 0
+
+
+class Outbox:
+    """The replies of one server that gRPC has not sent yet. The event loop owns it."""
+
+    def __init__(self) -> None:
+        self._shares = Shares()
+        self._small = Unsent(self._shares, "", 0)
+
+    def hold(self, caller: str, reply: bytes, undo: Callable[[], object] = lambda: None) -> Unsent:
+        """Counts a reply for an identity or a connection.
+
+        Raises BusyError if the caller reads too little, after `undo` of what the caller will not hear of.
+        """
+        if len(reply) <= SMALL_BYTES:
+            return self._small
+        if not self._shares.has_room(caller, len(reply), MAX_UNSENT_BYTES):
+            undo()
+            raise BusyError(
+                f"this caller has not read {self._shares.of(caller)} bytes of replies, and this one has {len(reply)}; "
+                "read them first"
+            )
+        return Unsent(self._shares, caller, len(reply))
 
 
 def pace() -> Pace:
