@@ -32,9 +32,8 @@ from kvpool_server.access.authentication import (
     Who,
     listed_principal,
 )
-from kvpool_server.access.caller import check_scrape
+from kvpool_server.access.caller import RunningCalls, check_scrape, watch_access
 from kvpool_server.access.oidc import IssuedTokens, IssuerKeys, check_installed, read_keys
-from kvpool_server.access.running_calls import RunningCalls, watch_access
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.sharing import IdentityLimits
 

@@ -28,8 +28,7 @@ from kvpool.transport.unix_socket import SCHEME, grpc_target
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import CHANGES, AuditLog, audited
 from kvpool_server.access.authentication import Context, RefusedCredentialError
-from kvpool_server.access.caller import CALLER, check_call
-from kvpool_server.access.running_calls import RunningCalls
+from kvpool_server.access.caller import CALLER, RunningCalls, check_call
 from kvpool_server.process.addresses import bind_path, cannot_bind, held, listening
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers

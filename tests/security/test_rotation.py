@@ -38,8 +38,8 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access import control
 from kvpool_server.access.audit import READ
 from kvpool_server.access.authentication import Certificates, Context, Credential, DenyList
+from kvpool_server.access.caller import RunningCalls, watch_access
 from kvpool_server.access.control import ServerCredentials
-from kvpool_server.access.running_calls import RunningCalls, watch_access
 from kvpool_server.app import composition
 from kvpool_server.rpc import grpc_server
 from tests.conftest import StartServer

@@ -19,7 +19,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Context, Credential
-from kvpool_server.access.running_calls import RunningCalls
+from kvpool_server.access.caller import RunningCalls
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.steps import Steps
 from kvpool_server.data_plane.permits import PermitTable

@@ -20,8 +20,7 @@ from kvpool.protocol.pieces import pieces
 from kvpool.security.principal import Principal
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Credential
-from kvpool_server.access.caller import CALLER
-from kvpool_server.access.running_calls import RunningCalls
+from kvpool_server.access.caller import CALLER, RunningCalls
 from kvpool_server.cache.arena import Arena
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
