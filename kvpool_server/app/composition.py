@@ -45,9 +45,9 @@ from kvpool_server.process.logs import LogEvents
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
 from kvpool_server.reports.usage_ledger import UsageLedger
-from kvpool_server.rpc.call_spans import own_sampling
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
+from kvpool_server.rpc.handlers import own_sampling
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure, event_keys, plaintext_ports, tls_files

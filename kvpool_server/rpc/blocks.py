@@ -31,8 +31,7 @@ from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.process.event_loop import begun
 from kvpool_server.reports.usage_ledger import count_evictions
 from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES, Unsent, check_deadline
-from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
-from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
+from kvpool_server.rpc.handlers import Handlers, attributes_of_caller, decoded, owner_of
 
 Call = asyncio.Task[Any]
 
@@ -144,9 +143,16 @@ class BlockHandlers(Handlers):
         """As `_found`, with a span where calls are traced."""
         if self.tracing is None or not request.runs:
             return await self._found(request, owner, context, wait_ms)
-        with lookup_span(self.tracing, request) as span:
+        attributes: dict[str, str | int] = {
+            "rpc.method": "Lookup",
+            "kvpool.runs": len(request.runs),
+            **attributes_of_caller(),
+        }
+        with self.tracing.span("kvpool.lookup", request.traceparent, attributes, kind="SERVER") as span:
             reply = await self._found(request, owner, context, wait_ms)
-            describe_lookup(span, reply)
+            span.set_attribute("kvpool.leading_blocks", sum(hit.num_leading for hit in reply.hits))
+            span.set_attribute("kvpool.pending_blocks", sum(hit.num_pending for hit in reply.hits))
+            span.set_attribute("kvpool.leased", reply.lease_id != 0)
             return reply
 
     async def _found(

@@ -1,10 +1,14 @@
 """What the handlers of all RPCs share: the parts of the server, the caller, and the reading of requests.
 
-gRPC's handlers of the methods are made here: bytes in, the method of a service, bytes out.
+gRPC's handlers of the methods are made here: bytes in, the method of a service, bytes out. With `--otel` each call has
+a span, a child of the client's: a lookup's span has what the lookup has found, the others have the method, and none has
+names of blocks or tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from kvpool.client.tracing import Tracing
+from kvpool.client.tracing import TRACEPARENT, Tracing
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.pieces import MESSAGE_BYTES
@@ -35,7 +39,6 @@ from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES, REQUEST, Inbox, Outbox
-from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.sharing.fair_slots import FairSlots
@@ -50,6 +53,9 @@ assert CHECK not in METHODS, "every role may call it"
 MAX_FIELDS = 9_216
 """Of a message, without those of its parts: more than any request needs. Each may become an object of a hundred bytes
 that was sent as two, and none has been counted when the message is decoded."""
+LOOKUPS = frozenset({"Lookup", "LookupStream"})
+"""Methods whose handler makes a span for each lookup, also for those of a stream."""
+_TRACE_ID_BYTES = 16
 COUNTED_PER_STEP = 256
 AT_ONCE_BYTES = 24 << 10
 """A message of so many bytes is decoded, and its work begun, in half a millisecond. A larger one waits for a turn."""
@@ -280,3 +286,72 @@ def _handler(
     if method.server_streaming:
         return grpc.stream_stream_rpc_method_handler(replies, None, bytes)
     return grpc.stream_unary_rpc_method_handler(of_one, None, encode)
+
+
+def traced(tracing: Tracing, method: MethodDescriptor, behavior: Callable[..., Any]) -> Callable[..., Any]:
+    """The same handler of a method, with a span around each call."""
+    service = method.containing_service.full_name
+    name = f"{service}/{method.name}"
+    attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method.name}
+
+    async def one_reply(request: Any, context: Any) -> Any:
+        with tracing.span(name, _parent(context), {**attributes, **attributes_of_caller()}, kind="SERVER"):
+            return await behavior(request, context)
+
+    async def replies(request: Any, context: Any) -> AsyncIterator[Any]:
+        # Not the current span: a generator may be closed in another task's context.
+        span = tracing.start(name, _parent(context), {**attributes, **attributes_of_caller()}, kind="SERVER")
+        try:
+            async for reply in behavior(request, context):
+                yield reply
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                tracing.fail(span, type(error).__name__)
+            raise
+        finally:
+            span.end()
+
+    return replies if method.server_streaming else one_reply
+
+
+def attributes_of_caller() -> dict[str, str]:
+    """What a span tells of the caller."""
+    caller = CALLER.get()
+    return {} if caller is None else {"kvpool.tenant": caller.tenant, "kvpool.role": str(caller.role)}
+
+
+def _parent(context: Any) -> str:
+    """The traceparent of a call's metadata; empty without one."""
+    return next((str(value) for name, value in context.invocation_metadata() or () if name == TRACEPARENT), "")
+
+
+def own_sampling(sampler: Any, key: bytes = b"") -> Any:
+    """A sampler with which clients may ask for fewer spans, never for more.
+
+    The operator's `sampler` (OTEL_TRACES_SAMPLER) decides about each trace as if the trace began here, and a span is
+    exported if the client has sampled its trace, too. Clients choose trace ids, by which samplers of a ratio decide; so
+    the decision is that of a keyed digest of the id, the same for all spans of the trace, which no client foresees.
+
+    Args:
+        key: secret; by default a random one.
+    """
+    from opentelemetry.context import Context  # OpenTelemetry is installed where there is tracing alone.
+    from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+
+    key = key or secrets.token_bytes(_TRACE_ID_BYTES)
+
+    class OwnSampling(Sampler):
+        def should_sample(
+            self, parent_context: Context | None, trace_id: int, name: str, *rest: Any, **others: Any
+        ) -> SamplingResult:
+            packed = trace_id.to_bytes(_TRACE_ID_BYTES, "big")
+            drawn = int.from_bytes(hashlib.blake2b(packed, digest_size=_TRACE_ID_BYTES, key=key).digest(), "big")
+            own: SamplingResult = sampler.should_sample(Context(), drawn, name, *rest, **others)
+            if own.decision is Decision.DROP:
+                return own
+            return sampler.should_sample(parent_context, drawn, name, *rest, **others)  # type: ignore[no-any-return]
+
+        def get_description(self) -> str:
+            return f"OwnSampling{{{sampler.get_description()}}}"
+
+    return OwnSampling()

@@ -26,7 +26,7 @@ from kvpool.client.tracing import Tracing, shared_tracing, valid_traceparent
 from kvpool.protocol.errors import ConfigError, KVPoolError
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
-from kvpool_server.rpc.call_spans import own_sampling
+from kvpool_server.rpc.handlers import own_sampling
 from tests.support.certificates import files_in, server_flags
 from tests.support.otlp_collector import Collector, collecting
 from tests.support.processes import ServerProcess, run_command, wait_for
