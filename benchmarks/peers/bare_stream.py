@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from benchmarks.harness.measuring import process, wait_until
-from kvpool_server.process.process_memory import keep_freed_memory
+from kvpool_server.process.runtime import keep_freed_memory
 from testbed.ports import free_port
 
 DEADLINE_S = 60.0

@@ -23,9 +23,8 @@ from kvpool.version import __version__
 from kvpool_server.keeping import keeper, store
 from kvpool_server.process import logs
 from kvpool_server.process.addresses import is_local, name_for_clients
-from kvpool_server.process.event_loop import EventLoop
 from kvpool_server.process.logs import LogEvents
-from kvpool_server.process.process_memory import keep_collections_short, keep_freed_memory
+from kvpool_server.process.runtime import EventLoop, keep_collections_short, keep_freed_memory
 from kvpool_server.settings.config import ServerConfig, describe, load, service_links
 
 if TYPE_CHECKING:

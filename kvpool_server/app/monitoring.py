@@ -30,8 +30,7 @@ from kvpool_server.observability.metrics import (
     usage_families,
 )
 from kvpool_server.observability.usage import Pair, Usage
-from kvpool_server.process.event_loop import FLOW
-from kvpool_server.process.process_memory import own_bytes
+from kvpool_server.process.runtime import FLOW, own_bytes
 from kvpool_server.reports.engines import EngineReports, report_families
 from kvpool_server.tiering.tiered_pool import TieredPool
 

@@ -19,7 +19,7 @@ from kvpool_server.cache.steps import Steps
 from kvpool_server.keeping import store
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
 from kvpool_server.process.logs import LogEvents
-from kvpool_server.process.process_memory import return_freed_memory
+from kvpool_server.process.runtime import return_freed_memory
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.settings.config import ServerConfig
 

@@ -28,6 +28,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.server_access import Adoption, Columns
 from kvpool_server.cache.steps import Run, Steps, finish
 from kvpool_server.keeping import store
+from kvpool_server.keeping.adoption import TableFollower
 from kvpool_server.keeping.table import (
     NAMESPACES,
     POLICIES,
@@ -39,7 +40,7 @@ from kvpool_server.keeping.table import (
     geometry_of,
     num_begun,
 )
-from kvpool_server.process.process_memory import no_collections
+from kvpool_server.process.runtime import no_collections
 
 log = structlog.get_logger()
 

@@ -28,7 +28,7 @@ from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
-from kvpool_server.process.event_loop import begun
+from kvpool_server.process.runtime import begun
 from kvpool_server.reports.usage_ledger import count_evictions
 from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES, Unsent, check_deadline
 from kvpool_server.rpc.handlers import Handlers, attributes_of_caller, decoded, owner_of

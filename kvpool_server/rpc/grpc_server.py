@@ -30,7 +30,7 @@ from kvpool_server.access.audit import CHANGES, AuditLog, audited
 from kvpool_server.access.authentication import Context, RefusedCredentialError
 from kvpool_server.access.caller import CALLER, RunningCalls, check_call
 from kvpool_server.process.addresses import bind_path, cannot_bind, held, listening
-from kvpool_server.process.event_loop import FLOW
+from kvpool_server.process.runtime import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.buffers import MAX_STREAM_S, REQUEST, pace
 from kvpool_server.rpc.chunks import ChunkHandlers

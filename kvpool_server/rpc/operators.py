@@ -20,7 +20,7 @@ from kvpool_server.cache.departures import EvictedFor
 from kvpool_server.cache.explanations import BlockRange, RunExplanation, add_range, most_ranges
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
-from kvpool_server.process.event_loop import FLOW
+from kvpool_server.process.runtime import FLOW
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.rpc.turns import whole
 from kvpool_server.sharing.fair_slots import FairSlots

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool_server.cache.steps import Steps, Value
-from kvpool_server.process.event_loop import FLOW
+from kvpool_server.process.runtime import FLOW
 from kvpool_server.sharing.fair_slots import FairSlots
 
 TURN_S = 0.001

@@ -16,7 +16,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.app import arena_memory
 from kvpool_server.app.arena_memory import STEP_BYTES, ArenaMemory, check_fits, check_free, free_bytes
-from kvpool_server.process.process_memory import THRESHOLDS, freeze_survivors, keep_collections_short
+from kvpool_server.process.runtime import THRESHOLDS, freeze_survivors, keep_collections_short
 from kvpool_server.settings.config import ServerConfig
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import wait_for

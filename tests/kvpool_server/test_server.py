@@ -324,8 +324,8 @@ before, sys.argv[1:] = count(), ["--version"]
 with contextlib.suppress(SystemExit):
     __main__.main()
 from kvpool_server.app import server
-from kvpool_server.process import process_memory
-process_memory.keep_collections_short()
+from kvpool_server.process import runtime
+runtime.keep_collections_short()
 assert count() == before and gc.isenabled(), (before, count())
 assert len(os.listdir("/proc/self/task")) == 1
 """

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from kvpool_server.app import monitoring
 from kvpool_server.app.monitoring import PROBE_EVERY_S, WINDOW_S, LoopLag
 from kvpool_server.cache.steps import Steps
-from kvpool_server.process.event_loop import FLOW, MAX_DIRECT, PASS_S, EventLoop, begun
+from kvpool_server.process.runtime import FLOW, MAX_DIRECT, PASS_S, EventLoop, begun
 from kvpool_server.rpc import turns as server_turns
 from kvpool_server.rpc.turns import TURN_S, Turns, call_with_its_work, when_ended
 

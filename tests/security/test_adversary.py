@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.process.process_memory import KEEP_BYTES
+from kvpool_server.process.runtime import KEEP_BYTES
 from tests.security.adversary import FLOODS, SEEDS, Attack, Field
 from tests.support.processes import wait_for
 

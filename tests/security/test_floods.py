@@ -28,7 +28,7 @@ from kvpool.protocol.pieces import MESSAGE_BYTES, PiecedChannel
 from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.process import event_loop
+from kvpool_server.process import runtime
 from kvpool_server.rpc import blocks, buffers, grpc_server, handlers
 from kvpool_server.sharing import Limits
 from tests.support.calls import METHODS, SERVICE
@@ -249,7 +249,7 @@ async def _begun_at_once(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.create_task(work, context=contextvars.Context())
 
 
-@pytest.mark.parametrize("begun", [event_loop.begun, _begun_at_once])
+@pytest.mark.parametrize("begun", [runtime.begun, _begun_at_once])
 def test_streams_of_lookups_hold_a_clients_share_of_unread_replies(
     begun: Any, small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.explanations import MAX_ALL_RANGES
-from kvpool_server.process.process_memory import keep_collections_short, no_collections
+from kvpool_server.process.runtime import keep_collections_short, no_collections
 from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES
 from kvpool_server.rpc.operators import MAX_RUNS as MAX_EXPLAINED
 from kvpool_server.sharing import Limits

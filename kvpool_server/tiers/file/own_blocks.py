@@ -20,7 +20,7 @@ from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.server_access import commit, reserve, restore
 from kvpool_server.cache.steps import finish
-from kvpool_server.process.process_memory import no_collections
+from kvpool_server.process.runtime import no_collections
 from kvpool_server.sharing import Limits
 from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.calls import DaemonThreadPool

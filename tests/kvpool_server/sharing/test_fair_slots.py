@@ -17,7 +17,7 @@ from kvpool.protocol.errors import BusyError, PoolTimeoutError
 from kvpool.protocol.wire import encode_runs
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.arena import Arena
-from kvpool_server.process.event_loop import FLOW
+from kvpool_server.process.runtime import FLOW
 from kvpool_server.rpc import buffers, operators
 from kvpool_server.rpc.chunks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns

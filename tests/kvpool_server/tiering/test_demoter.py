@@ -16,7 +16,7 @@ from kvpool.protocol.namespace import MEASUREMENT_MODEL
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.entry import Group
-from kvpool_server.process.process_memory import no_collections
+from kvpool_server.process.runtime import no_collections
 from kvpool_server.tiering import demoter
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.calls import ANSWER_S, AWAY_S

@@ -18,7 +18,7 @@ from kvpool_server.cache.eviction.partitions import (
     Partitions,
     Victims,
 )
-from kvpool_server.process.process_memory import no_collections
+from kvpool_server.process.runtime import no_collections
 from tests.support.clock import FakeClock
 from tests.support.entries import drop, make_entry
 from tests.support.tenants import House
