@@ -72,7 +72,6 @@ class IssuedTokens(Who):
 
     Args:
         config: names the issuer and the audience, exactly as tokens have them, and the claims of tenant and role.
-        keys: returns those of the issuer.
         refetch: called for a token that names a key which is not known.
     """
 
@@ -206,8 +205,8 @@ class IssuerKeys:
     def __init__(self, issuer: str, when_read: Callable[[ConfigError | None], None] = lambda _: None):
         self._issuer = issuer
         self._when_read = when_read
-        self._wanted, self._is_closed = threading.Event(), False
-        self._texts: bytes = b""
+        self._wanted, self._closed = threading.Event(), threading.Event()
+        self._text = b""
         self._is_refused = False
         self.value: Keys = {}
         self._thread = threading.Thread(target=self._run, name="kvpool-jwks", daemon=True)
@@ -219,16 +218,13 @@ class IssuerKeys:
 
     def close(self) -> None:
         """Ends the thread; waits a second at most for a fetch under way."""
-        self._is_closed = True
+        self._closed.set()
         self._wanted.set()
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        while not self._is_closed:
-            began = time.monotonic()
+        while not self._closed.is_set():
             self._wanted.clear()
-            if self._is_closed:
-                return
             try:
                 self._fetch()
                 rest_s = REFETCH_S
@@ -237,9 +233,8 @@ class IssuerKeys:
                 log.warning("the keys of the OIDC issuer cannot be fetched; the server tries again", why=str(error))
                 self._when_read(error)
                 rest_s = RETRY_S
-            self._wanted.wait(rest_s)
-            while not self._is_closed and (left := began + RETRY_S - time.monotonic()) > 0:
-                time.sleep(min(left, 0.2))
+            if not self._closed.wait(RETRY_S):
+                self._wanted.wait(rest_s - RETRY_S)
 
     def _fetch(self) -> None:
         """Raises ConfigError."""
@@ -254,8 +249,8 @@ class IssuerKeys:
         text = _get(uri)
         keys = parse_keys(text, uri)
         was_refused, self._is_refused = self._is_refused, False
-        if is_new := text != self._texts:
-            self._texts, self.value = text, keys
+        if is_new := text != self._text:
+            self._text, self.value = text, keys
         if was_refused:
             log.info("the keys of the OIDC issuer can be fetched again", issuer=self._issuer)
         if is_new or was_refused:
