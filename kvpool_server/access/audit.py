@@ -76,9 +76,7 @@ class AuditLog:
         """Adds a line; one of a refusal only if there is room for it.
 
         Args:
-            outcome: the call's gRPC status.
             caller: None where callers are not authenticated, or have not proved who they are.
-            peer: the address that the call came from.
             is_change: the call may have changed something, whatever its outcome.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """
@@ -143,11 +141,8 @@ class AuditLog:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                log.error(
-                    "the audit log cannot be written; nothing is changed until it can",
-                    path=self._path,
-                    error=str(error),
-                )
+                failure = "the audit log cannot be written; nothing is changed until it can"
+                log.error(failure, path=self._path, error=str(error))
             self._is_failing = True
             self._closing.wait(RETRY_S)
         return data

@@ -71,10 +71,7 @@ class RefusedCredentialError(UnauthenticatedError):
 
 @functools.lru_cache(MAX_PARSED)
 def of_certificate(certificate: bytes) -> Credential:
-    """The credential that a verified certificate is.
-
-    Args:
-        certificate: PEM or DER.
+    """The credential that a verified certificate, PEM or DER, is.
 
     Raises UnauthenticatedError unless the certificate has one URI, a principal's.
     """
@@ -94,10 +91,7 @@ def of_certificate(certificate: bytes) -> Credential:
 
 
 def listed_principal(spiffe_id: str, domain: str | None) -> Principal:
-    """The principal that an operator has named.
-
-    Args:
-        domain: the trust domain of all callers; None: callers may be of any.
+    """The principal that an operator has named, for callers of a trust domain; None: of any.
 
     Raises InvalidRequestError if no caller can be that principal: the entry would have no effect.
     """
@@ -114,7 +108,7 @@ class DenyList(WatchedFiles[frozenset[str]]):
     """The entries of a file, read again when it changes. Raises ConfigError for a file that cannot be used.
 
     Args:
-        domain: the trust domain of all callers; None: callers may be of any.
+        domain: as of `listed_principal`.
     """
 
     def __init__(
@@ -152,11 +146,7 @@ def _parse(line: str, domain: str | None) -> str:
 
 
 class Who(ABC):
-    """Authenticates callers. Each method raises UnauthenticatedError.
-
-    Args:
-        denied: principals and credentials that are refused although they are valid; None: none.
-    """
+    """Authenticates callers. Each method raises UnauthenticatedError."""
 
     def __init__(self, denied: DenyList | None):
         self._denied = denied
@@ -176,7 +166,7 @@ class Who(ABC):
         """The credential of the client of a request over TLS.
 
         Args:
-            certificate: the client's, verified, PEM or DER; None: it has none.
+            certificate: the client's, verified, PEM or DER.
             authorization: the values of the headers of this name.
         """
 

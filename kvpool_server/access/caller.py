@@ -146,10 +146,9 @@ class RunningCalls:
     def end_refused(self) -> set[str]:
         """Ends the calls whose credentials are not in force any more.
 
-        Returns:
-            The principals of credentials that were revoked before their end, and that may have left leases and
-            tickets. Those of a credential that has ended by itself are left to their deadlines: its principal goes on
-            with a new one.
+        Returns the principals of credentials that were revoked before their end, and that may have left leases and
+        tickets. Those of a credential that has ended by itself are left to their deadlines: its principal goes on with
+        a new one.
         """
         refused: dict[str, UnauthenticatedError] = {}
         now = self._clock()
@@ -217,7 +216,7 @@ async def watch_access(
     """Reads changed files, and ends the calls and holds of callers that they refuse, until cancelled.
 
     Args:
-        files: of credentials and limits; each looks at its own interval.
+        files: each looks at its own interval.
         expire_owned: ends the leases and tickets of some principals.
         woken: set to have changed files read at once.
     """

@@ -56,13 +56,10 @@ class AccessControl:
     Args:
         files: of the server's certificate and, where callers have certificates, of their authorities.
         audit: gets a line for each file that is read, and for each scrape that is refused.
-        expire_owned: ends the leases and tickets of some principals.
 
     Attributes:
-        event_lists: the list of subscribers to KV events and the deny list; each None if there is none.
-        limits_of: what an identity may have at once.
-        watch: watches the files, and ends the calls of callers that they refuse, until cancelled.
-        woken: has `watch` read changed files at once.
+        event_lists: the list of subscribers to KV events, and the deny list.
+        watch: as `watch_access`; `woken` has it read changed files at once.
     """
 
     def __init__(
@@ -109,8 +106,7 @@ class AccessControl:
         if path := config.oidc_jwks:  # Else the issuer's keys are fetched.
             file = self._watch("issuer's keys", path, lambda: read_keys(path))
             return IssuedTokens(config, lambda: file.value, denied=self._denied)
-        keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", config.oidc_issuer))
-        self._issuer_keys = keys
+        self._issuer_keys = keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", config.oidc_issuer))
         return IssuedTokens(config, lambda: keys.value, keys.refetch, self._denied)
 
     def _watch(self, what: str, path: str, read: Callable[[], Value]) -> WatchedFiles[Value]:
@@ -162,15 +158,11 @@ def _read_tokens(path: str) -> dict[str, TokenRecord]:
 
 
 def identity_limits(texts: Sequence[str], domain: str | None) -> Callable[[str], IdentityLimits]:
-    """The limits of an identity, by its SPIFFE ID.
+    """The limits of an identity, by its SPIFFE ID, from the texts of --limit.
 
-    Args:
-        texts: of --limit: `leases=2000` is a limit of all identities, and one of a single identity is
-            `spiffe://kvpool.local/kvpool/acme/engine-write,leases=8000`.
-        domain: the trust domain of all callers; None: callers may be of any.
-
-    Raises ConfigError, which quotes the option; also for a name that can match nothing: an operator who has misspelt it
-    must not believe that a limit is in force.
+    `leases=2000` is a limit of all identities, and one of a single identity is
+    `spiffe://kvpool.local/kvpool/acme/engine-write,leases=8000`. Raises ConfigError, which quotes the option; also for
+    a name that `listed_principal` refuses: an operator who has misspelt it must not believe that a limit is in force.
     """
     given: dict[str, dict[str, int]] = {"": {}}
     for text in texts:
@@ -212,12 +204,7 @@ def _parse_limit(text: str, domain: str | None) -> tuple[str, dict[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """What a server's files held when they were read.
-
-    Args:
-        names: of the certificate.
-        context: of HTTP's connections.
-    """
+    """What a server's files held when they were read; `context` is that of HTTP's connections."""
 
     tls: TlsIdentity
     names: tuple[str, ...]
@@ -228,16 +215,12 @@ class ServerCredentials(WatchedFiles[ServerIdentity]):
     """What gRPC and HTTP prove to clients, and ask of them.
 
     Raises ConfigError for files that cannot be used, for authorities that others can write, and for a certificate that
-    no client would take: one that has ended, is not valid yet, or is for clients only. While the server runs, such
-    files leave those before them in force.
-
-    Each successful reading logs the certificate's names and end, and warns of certificates that end soon.
-
-    Connections that exist keep what they were made with; those made after a change get the new files.
+    no client would take: one that has ended, is not valid yet, or is for clients only. Each successful reading logs the
+    certificate's names and end, and warns of certificates that end soon. Connections that exist keep what they were
+    made with; those made after a change get the new files.
 
     Args:
         files: `ca` are the authorities of clients' certificates; empty: clients have tokens.
-        when_read: as of `WatchedFiles`.
     """
 
     def __init__(self, files: TlsFiles, when_read: Callable[[ConfigError | None], None] = lambda _: None):

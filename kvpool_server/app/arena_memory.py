@@ -110,9 +110,6 @@ class ArenaMemory:
         has_tenants: whether callers are authenticated, so that extents belong to tenants.
 
     Attributes:
-        arena: slots by offset, of which none can be allocated before it is backed.
-        backed_bytes: of the arena so far.
-        segment: once created.
         table: of what lies in the arena, for the next server; None: nobody keeps the memory.
         is_adopted: whether what lies there is of the server before.
     """
@@ -281,13 +278,9 @@ class MemorySocket:
 
     Clients that reach gRPC by TCP connect to a name in the abstract namespace. Any process in this network namespace
     can do so, so a client's user must be the server's, or root. Clients that reach gRPC by a Unix socket connect to a
-    path beside it, and the path's mode says who may.
+    path beside it, and the path's `mode` says who may.
 
     Made and used on the event loop. Raises ConfigError if it cannot listen.
-
-    Args:
-        address: a path, or a name in the abstract namespace.
-        mode: permissions of a path.
     """
 
     def __init__(self, address: Address, segment: Segment, mode: int = 0o600):

@@ -76,15 +76,13 @@ class Composition:
     Args:
         stack: closes what was opened.
         state: the server's, as /healthz tells it.
-        announce_drain: see `Drain`.
         log_events: the last warnings and errors of the log, which the dashboard shows.
 
     Attributes:
         http_port: of /metrics and /healthz; 0 if HTTP is off.
         data: the data port's workers; None if it is off.
         drain: None until there is something to drain.
-        events: publishes KV events; None if nobody may subscribe.
-        memory, pool, tiered: the arena, the blocks in it, and those in tiers.
+        events: None if nobody may subscribe.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ _BUCKETS = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 5.0)
 
 
 class Monitoring:
-    """What one server shows. Make it on the event loop.
+    """What one server shows. Make it on the event loop, and run `lag`.
 
     Args:
         access: None if callers are not authenticated.
@@ -50,8 +50,6 @@ class Monitoring:
 
     Attributes:
         http_port: of /metrics and the page; 0 if HTTP is off.
-        lag: run it.
-        rpcs: gets the calls.
     """
 
     def __init__(

@@ -35,9 +35,6 @@ class Server:
 
     Args:
         events: the last warnings and errors of the log, which the dashboard shows; None: it shows none.
-
-    Attributes:
-        parts: of the server, once started.
     """
 
     def __init__(self, config: ServerConfig, events: LogEvents | None = None):

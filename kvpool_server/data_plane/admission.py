@@ -22,11 +22,9 @@ from kvpool_server.sharing import SPARED_S, Shares
 
 MAX_CONNECTIONS = 256
 """Proven connections of one worker."""
-
 MAX_UNPROVEN = 64
 MAX_LEAVING = 64
 """Connections that were hung up on, and whose threads have not ended yet."""
-
 MAX_SEATS = MAX_CONNECTIONS + MAX_UNPROVEN + MAX_LEAVING
 
 
@@ -37,8 +35,6 @@ class Seat:
     Args:
         address: of the peer, without its port.
         number: 0 to `MAX_SEATS` - 1, unique among the connections that exist.
-
-    Attributes:
         idle_since: when it last moved bytes or received a header, by `time.monotonic`; None while it moves bytes.
         owner: as of `Bound`, of the first permit that it has shown.
     """
@@ -52,12 +48,7 @@ class Seat:
 
 @dataclass(eq=False)
 class Admission:
-    """The connections of one worker. Thread-safe.
-
-    Args:
-        max_proven, max_unproven: at once.
-        clock: `time.monotonic`, but in tests.
-    """
+    """The connections of one worker. Thread-safe."""
 
     _max_proven: int = MAX_CONNECTIONS
     _max_unproven: int = MAX_UNPROVEN

@@ -32,10 +32,10 @@ _ENTRY_WORDS = 3
 
 
 class Bound(NamedTuple):
-    """Whose connections to a worker count together, and how many of them there may be.
+    """How many connections to a worker an owner may have.
 
     Args:
-        owner: a number for the owner's name; 0: nobody's, who may have as many as there is room for.
+        owner: a number for the owner's name; 0: no owner, whose connections have no bound.
     """
 
     owner: int = 0
@@ -60,9 +60,9 @@ class PermitTable:
 
     Args:
         key: signs permits; the workers check them with it.
-        sealed: whether the workers' connections are, and permits come with their keys.
         num_entries: most holds that have permits at once.
         words_per_worker: one for each connection.
+        sealed: whether the workers' connections are encrypted, and permits come with their keys.
 
     Attributes:
         entries_fd, words_fd: descriptors of the memory, for the workers.
@@ -83,18 +83,11 @@ class PermitTable:
         self._free = list(range(num_entries - 1, -1, -1))
 
     def permit(
-        self,
-        kind: Kind,
-        hold_id: int,
-        deadline_ns: int,
-        region_bytes: int,
-        offsets: Offsets,
-        bound: Bound = NO_BOUND,
+        self, kind: Kind, hold_id: int, deadline_ns: int, region_bytes: int, offsets: Offsets, bound: Bound = NO_BOUND
     ) -> bytes:
         """A permit of a live hold for these regions, until `end` or `deadline_ns` of CLOCK_MONOTONIC.
 
-        Args:
-            bound: of the connections that show permits of this owner's. The latest one counts.
+        Of an owner's bounds the latest one counts.
         """
         entry = self._entry_of.get(hold_id)
         if entry is None:

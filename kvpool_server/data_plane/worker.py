@@ -95,7 +95,7 @@ class DataPort:
         arena: all of the arena, writable.
         nonce: sent in greetings; names this boot of the server.
         tally: uint64 [TALLY_COLUMNS], written by this worker alone.
-        entries: the table of live tickets and leases, see `PermitTable`.
+        entries: of the server's `PermitTable`.
         words: uint64 [MAX_SEATS], written by this worker alone.
         sealed: whether connections are encrypted: the client shows a permit in clear, and proves by the first record
             that it knows the permit's key.
@@ -258,8 +258,7 @@ class Connection:
     def _remaining_s(self, permit: _Permit, is_begun: bool = False) -> float:
         """Time until the permit's deadline. Raises if that has passed, or if the ticket or lease has ended.
 
-        Args:
-            is_begun: of a read: whether the client has got bytes of the payload.
+        `is_begun`: a read, of which the client has got bytes of the payload.
         """
         remaining_s = (permit.terms.deadline_ns - time.monotonic_ns()) / 1e9
         if remaining_s > 0 and self._word.is_live(permit.header.holding_id, permit.terms):

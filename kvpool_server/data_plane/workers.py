@@ -29,7 +29,6 @@ READY_S = 3.0
 END_S = 2.0
 REPLACE_S = (0.1, 10.0)
 """Delay between a worker's death and its replacement: the first, and the longest. Each death in a row doubles it."""
-
 HEALTHY_S = 60.0
 """A worker that lived longer did not die of its start: the delay begins anew."""
 
@@ -85,21 +84,17 @@ class DataWorkers:
         return {"read": read, "write": written}
 
     def _spawn(self, row: int) -> ChildProcess:
-        permits = self._permits
+        segment, permits = self._segment, self._permits
         fds = {
-            "segment_fd": self._segment.fd,
+            "segment_fd": segment.fd,
             "listen_fd": self._listener.fileno(),
             "tally_fd": self._tally_fd,
             "entries_fd": permits.entries_fd,
             "words_fd": permits.words_fd,
         }
-        settings = {"nbytes": self._segment.nbytes, "row": row, "key": permits.key, "nonce": self.nonce}
-        return ChildProcess(
-            "kvpool_server.data_plane.worker",
-            {**fds, **settings, "sealed": self.sealed},
-            list(fds.values()),
-            stdout=subprocess.PIPE,
-        )
+        told = {"nbytes": segment.nbytes, "row": row, "key": permits.key, "nonce": self.nonce, "sealed": self.sealed}
+        module = "kvpool_server.data_plane.worker"
+        return ChildProcess(module, {**fds, **told}, list(fds.values()), stdout=subprocess.PIPE)
 
     async def ready(self) -> bool:
         """Waits until a worker accepts connections, READY_S at most; False if none does."""

@@ -30,11 +30,7 @@ def is_local(address: str) -> bool:
 
 
 def name_for_clients(host: str, certificate_names: Sequence[str]) -> str:
-    """What clients call a server that listens on a host: with TLS a name that its certificate has.
-
-    Args:
-        certificate_names: of the server's certificate; none without TLS.
-    """
+    """What clients call a server that listens on a host: with TLS a name that its certificate has."""
     if host in EVERYWHERE:
         host = socket.gethostname()
     if host in certificate_names:

@@ -120,8 +120,7 @@ def _log_to_stderr(*renderers: structlog.types.Processor) -> None:
 def configure(log_format: str, level: str, events: LogEvents | None = None) -> None:
     """Sets format and level of the log on stderr. For JSON, call `log_as_json` first.
 
-    Args:
-        events: keeps the last warnings and errors.
+    `events` keeps the last warnings and errors.
     """
     if log_format == "console":
         _log_to_stderr(_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))

@@ -56,11 +56,7 @@ class _Answer(NamedTuple):
 
 
 class BlockHandlers(Handlers):
-    """Lookups with their leases, puts with their tickets, and what clients say of blocks.
-
-    Attributes:
-        streams: the LookupStream calls under way.
-    """
+    """Lookups with their leases, puts with their tickets, and what clients say of blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,22 +202,15 @@ class BlockHandlers(Handlers):
         return wire.encode_lookup(found, runs, self.boot_token)
 
     def _permit(
-        self,
-        kind: Kind,
-        hold_id: int,
-        deadline_ns: int,
-        region_bytes: int,
-        offsets: Sequence[int] | Offsets,
-        owner: Owner,
+        self, kind: Kind, hold_id: int, deadline_ns: int, region_bytes: int, offsets: Sequence[int] | Offsets, by: Owner
     ) -> bytes:
-        """A permit for the data port to move a ticket's or lease's regions until the deadline.
+        """A permit for the data port to move a ticket's or lease's regions until the deadline; empty without the port.
 
-        Empty without a data port, and if the ticket or lease has ended since the call's last step, because nothing
-        would end the permit.
+        Also empty if the ticket or lease has ended since the call's last step: nothing would end the permit.
         """
         if self.permits is None or hold_id not in (self.pool.leases if kind is Kind.READ else self.pool.tickets):
             return b""
-        bound = Bound.of(owner.name, self.pool.limits_of(owner.name).connections) if owner.tenant else NO_BOUND
+        bound = Bound.of(by.name, self.pool.limits_of(by.name).connections) if by.tenant else NO_BOUND
         return self.permits.permit(kind, hold_id, deadline_ns, region_bytes, pack_offsets(offsets), bound)
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
@@ -351,10 +340,11 @@ class LookupStreams:
         self._ended.discard(call)
 
     def stop(self) -> None:
-        """Ends all calls, which would otherwise last as long as their clients."""
+        """Ends all calls, which would otherwise last as long as their clients; those that send, after their reply.
+
+        gRPC does not end a call that is cancelled while a reply is being sent.
+        """
         self._is_stopping = True
-        # Only idle calls are cancelled: gRPC does not end a call that is cancelled while a reply is being sent. The
-        # other calls end after their reply.
         for call in list(self._idle):
             call.cancel()
 

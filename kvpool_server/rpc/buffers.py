@@ -136,11 +136,7 @@ class Inbox:
 
 
 class Unsent:
-    """A reply's bytes, from when it is made until gRPC has sent it, or the call has ended.
-
-    Attributes:
-        nbytes: that count; 0 of a small reply.
-    """
+    """A reply's bytes that count, from when it is made until gRPC has sent it, or the call has ended."""
 
     __slots__ = ("_caller", "_shares", "nbytes")
 

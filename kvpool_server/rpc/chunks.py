@@ -138,10 +138,7 @@ class ChunkHandlers(Handlers):
     def _put_one(self, chunk: Chunk, owner: Owner) -> Steps[PutStatus]:
         """Stores a chunk in the arena. GRANTED: the chunk has been stored.
 
-        Raises:
-            ChecksumError: the payload differs from its checksum.
-            InvalidRequestError: the payload is not as long as the group's chunks are.
-            OutOfSpaceError: the pool has no room.
+        Raises ChecksumError, InvalidRequestError for a payload of another length than the group's, and OutOfSpaceError.
         """
         key = chunk.key
         if checksum(chunk.payload) != chunk.checksum:

@@ -60,8 +60,7 @@ class Drain:
     def check(self, *, of_server: bool = False) -> None:
         """Raises DrainingError if the server grants no leases and tickets any more.
 
-        Args:
-            of_server: another server asks for a lease, which it gets until the hand-over has ended.
+        `of_server`: another server asks for a lease, which it gets until the hand-over has ended.
         """
         if self.is_draining and not (of_server and self._hand_over is not None):
             raise DrainingError(
@@ -70,12 +69,9 @@ class Drain:
             )
 
     async def begin(self, deadline_ms: int = 0) -> pb.DrainResponse:
-        """Begins the drain, or brings its deadline forward; returns how far the drain is.
+        """Begins the drain, or brings its deadline forward, to `deadline_ms` from now; returns how far the drain is.
 
-        Args:
-            deadline_ms: from now on; 0: `default_ms`, unless the drain has begun.
-
-        Raises InvalidRequestError if the deadline is too late.
+        0: `default_ms`, unless the drain has begun. Raises InvalidRequestError if the deadline is too late.
         """
         if deadline_ms > MAX_DRAIN_MS:
             raise InvalidRequestError(f"deadline_ms is {deadline_ms}; give at most {MAX_DRAIN_MS}")

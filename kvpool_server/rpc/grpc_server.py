@@ -34,14 +34,7 @@ from kvpool_server.process.runtime import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.buffers import MAX_STREAM_S, REQUEST, pace
 from kvpool_server.rpc.chunks import ChunkHandlers
-from kvpool_server.rpc.handlers import (
-    CHECK,
-    HEALTH_NAME,
-    HealthService,
-    add_health,
-    add_service,
-    owner_of,
-)
+from kvpool_server.rpc.handlers import CHECK, HEALTH_NAME, HealthService, add_health, add_service, owner_of
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
@@ -97,9 +90,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     times and fails each of its requests by itself.
 
     Args:
-        service: of the calls' pool; its `who` authenticates callers.
         running: gets the calls of authenticated callers.
-        audit: gets refused calls, and those that change something for all; None: there is no audit log.
+        audit: gets refused calls, and those that change something for all.
     """
 
     def __init__(self, service: BlockHandlers, running: RunningCalls | None, audit: AuditLog | None):
@@ -135,10 +127,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     def _admitted(self, name: str, context: Context) -> Iterator[str]:
         """Sets the caller of a method, and names it; surrounds its handler. The call counts until its reply is sent.
 
-        Raises:
-            UnauthenticatedError, PermissionDeniedError: the caller may not make the call.
-            BusyError: the caller has as many calls under way as are left for others.
-            OutOfSpaceError: the call changes something, and the audit log is behind.
+        Raises UnauthenticatedError, PermissionDeniedError, BusyError if the caller has too many calls under way, and
+        OutOfSpaceError if the call changes something, and the audit log is behind.
         """
         FLOW.set(REFUSED)  # Until the call is admitted.
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -276,9 +266,7 @@ class GrpcServer:
     """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
 
     Args:
-        listen: HOST:PORT.
-        unix_path: of a Unix socket, where gRPC listens, too; empty: none.
-        unix_mode: permissions of that socket.
+        unix_path, unix_mode: of a Unix socket, where gRPC listens, too; empty: none.
         credentials: makes those of TLS for one port; None: plaintext.
         running, audit: as of `RpcInterceptor`.
     """

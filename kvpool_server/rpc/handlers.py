@@ -41,7 +41,6 @@ from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES, REQUEST, Inbox, Outbox
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.turns import Turns
-from kvpool_server.sharing.fair_slots import FairSlots
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
@@ -68,20 +67,15 @@ class Handlers:
     """The parts of one server that its RPCs use. Each RPC is the method of its name in a subclass.
 
     Args:
-        tiered: the pool above its tiers.
         memory: the arena, uint8 [arena_bytes].
         boot_token: in each reply; it names this start of the server.
         metrics: counts bytes, and the lookups of streams.
         offer: the transports to and from the arena.
         value: what other arena sizes would hit, of a tenant or of all.
-        ledger: what tenants have used and saved; None: the server keeps none.
-        permits: of the data port; None: the server has no data port.
-        who: authenticates callers; None: callers are not authenticated.
-        tracing: gets a span for each call; None: calls are not traced.
+        permits: None: the server has no data port.
+        who: None: callers are not authenticated.
 
     Attributes:
-        pool: without its tiers.
-        ledger_turns: of the callers that read the ledger.
         leases_of_servers: the connection of each lease of another server, by the lease's id.
     """
 
@@ -104,7 +98,6 @@ class Handlers:
         self.pool = self.tiered.pool
         self.run = self.turns.run
         self.inbox, self.outbox = Inbox(), Outbox()
-        self.ledger_turns = FairSlots(1, 1)
         self.leases_of_servers: dict[int, str] = {}
 
     def fingerprint(self, name: bytes) -> bytes:

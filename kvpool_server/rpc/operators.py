@@ -40,6 +40,7 @@ class OperatorHandlers(Handlers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._removals = FairSlots(MAX_REMOVALS, 1, MAX_WAITING)
+        self._ledger_turns = FairSlots(1, 1)
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return self.stats()
@@ -84,7 +85,7 @@ class OperatorHandlers(Handlers):
     async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:
         reply = pb.LedgerResponse()
         if self.ledger is not None:
-            async with self.ledger_turns.slot(owner_of(context).name):
+            async with self._ledger_turns.slot(owner_of(context).name):
                 reply = await self.ledger.page(request.since, request.until, own_tenant())
         reply.boot_token = self.boot_token
         return reply

@@ -27,16 +27,15 @@ class _Call:
     """A call under way.
 
     Args:
-        caller: whose queue its work is in.
-        ends: what is called once the handler and its work have ended.
-        place: of its work there, which is when it began to wait for its turn.
         has_effects: whether its work goes on to its end although its caller has hung up; else it ends with a step.
+        ends: what is called once the handler and its work have ended.
+        place: of its work in the caller's queue, which is when it began to wait for its turn.
         unfinished: work in steps that the call has begun.
     """
 
     caller: str
-    ends: list[Callable[[], object]] = field(default_factory=list)
     has_effects: bool = True
+    ends: list[Callable[[], object]] = field(default_factory=list)
     place: float = field(default_factory=time.monotonic)
     unfinished: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -62,7 +61,7 @@ def call_with_its_work(caller: str, *, has_effects: bool = True) -> Iterator[_Ca
     """The body serves a call of a caller, which is an identity or a connection."""
     global _num_accepted
     _num_accepted += 1
-    running = _Call(caller, has_effects=has_effects)
+    running = _Call(caller, has_effects)
     _CALL.set(running)
     FLOW.set(caller)
     try:
