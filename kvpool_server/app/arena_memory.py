@@ -61,18 +61,14 @@ LOG_EVERY_S = 10.0
 
 def check_fits(memory: ByteSize) -> None:
     """Raises ConfigError if the host, or the cgroup that the server runs in, can never hold an arena of this size."""
-    bounds = {"the host's memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    _check(memory, "the host's memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if (limit := _cgroup_bytes("memory.max")) is not None:
-        bounds["the container's memory limit"] = limit
-    for what, limit in bounds.items():
-        if memory > limit:
-            raise _too_large(memory, what, limit)
+        _check(memory, "the container's memory limit", limit)
 
 
 def check_free(memory: ByteSize) -> None:
     """Raises ConfigError if less memory is free now: backing the arena would end in the kernel's OOM killer."""
-    if memory > (free := free_bytes()):
-        raise _too_large(memory, "the free memory", free)
+    _check(memory, "the free memory", free_bytes())
 
 
 def free_bytes() -> int:
@@ -96,9 +92,10 @@ def _cgroup_bytes(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _too_large(memory: ByteSize, what: str, limit: int) -> ConfigError:
-    size, most = memory.human_readable(), ByteSize(max(0, limit)).human_readable()
-    return ConfigError(f"memory = {size} is more than {what}, {most}; lower --memory")
+def _check(memory: ByteSize, what: str, limit: int) -> None:
+    if memory > limit:
+        size, most = memory.human_readable(), ByteSize(max(0, limit)).human_readable()
+        raise ConfigError(f"memory = {size} is more than {what}, {most}; lower --memory")
 
 
 class ArenaMemory:
@@ -166,8 +163,8 @@ class ArenaMemory:
         Each record follows its bytes, so that a death costs no more than what has not been moved. What has been moved
         is given back, so that both take little more than the larger one. Raises ConfigError if that is too much.
         """
-        if self.arena.arena_bytes > (most := free_bytes() + os.fstat(before.fd).st_blocks * 512):
-            raise _too_large(self._config.memory, "the free memory and what blocks of the server before have", most)
+        room = free_bytes() + os.fstat(before.fd).st_blocks * 512
+        _check(ByteSize(self.arena.arena_bytes), "the free memory and what blocks of the server before have", room)
         log.info("moves the blocks of the server before", bytes_before=before.nbytes, bytes_now=self.arena.arena_bytes)
         with suppress(OSError):
             for name in (ARENA, TABLE):
