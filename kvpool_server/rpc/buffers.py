@@ -15,7 +15,7 @@ import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -58,8 +58,6 @@ REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
 _PACE: ContextVar[Pace] = ContextVar("the pace of the running call")
 
-_Bytes = TypeVar("_Bytes", bytes, bytearray)
-
 
 class Inbox:
     """The requests that one server awaits."""
@@ -90,24 +88,22 @@ class Inbox:
         Raises as `receive`.
         """
         if len(first) < MESSAGE_BYTES:
-            return check_size(first, max_bytes), None
+            _check_size(first, max_bytes)
+            return first, None
         give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S, pace=pace())
         try:
-            return await self._joined(context, first, max_bytes), give_back
+            request, piece = bytearray(first), first
+            while len(piece) == MESSAGE_BYTES:
+                _check_size(request, max_bytes)
+                if (piece := await pace().wait(context.read())) is grpc.aio.EOF:  # type: ignore[attr-defined]
+                    break
+                request += piece
+            pace().moved(len(request))
+            _check_size(request, max_bytes)
+            return bytes(request), give_back
         except BaseException:
             give_back()
             raise
-
-    async def _joined(self, context: Context, piece: bytes, max_bytes: int) -> bytes:
-        """The first piece of a request with those that follow it."""
-        request = bytearray(piece)
-        while len(piece) == MESSAGE_BYTES:
-            check_size(request, max_bytes)
-            if (piece := await pace().wait(context.read())) is grpc.aio.EOF:  # type: ignore[attr-defined]
-                break
-            request += piece
-        pace().moved(len(request))
-        return bytes(check_size(request, max_bytes))
 
     @property
     def has_many_streams(self) -> bool:
@@ -186,13 +182,12 @@ def _caller() -> str:
     return str(CALLER.get() or "")
 
 
-def check_size(message: _Bytes, max_bytes: int) -> _Bytes:
+def _check_size(message: bytes | bytearray, max_bytes: int) -> None:
     """Raises InvalidRequestError if a message, which is not decoded yet, is too large."""
     if len(message) > max_bytes:
         raise InvalidRequestError(
             f"the request has {len(message)} bytes; the limit is {size_text(max_bytes)}: split it, or shorten its names"
         )
-    return message
 
 
 def check_deadline(context: Context) -> None:
