@@ -34,7 +34,7 @@ from kvpool_server.process.runtime import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.buffers import MAX_STREAM_S, REQUEST, pace
 from kvpool_server.rpc.chunks import ChunkHandlers
-from kvpool_server.rpc.handlers import CHECK, HEALTH_NAME, HealthService, add_health, add_service, owner_of
+from kvpool_server.rpc.handlers import CHECK, HEALTH_NAME, add_service, owner_of
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
@@ -306,12 +306,11 @@ class GrpcServer:
             ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
         ]
         interceptors = [RpcInterceptor(service, running, audit)]
-        self._health, most = HealthService(), MAX_CALLS + RESERVED_CALLS
+        most = MAX_CALLS + RESERVED_CALLS
         self._servers = []
         for _ in range(QUEUES + bool(unix_path)):
             server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=most)
             add_service(service, server)
-            add_health(self._health, server)
             if service.who is None:  # Reflection is for those who look around, on a server that hides nothing.
                 names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
@@ -333,13 +332,13 @@ class GrpcServer:
                 raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
 
     async def start(self) -> None:
-        self._health.is_serving = True
+        self._service.is_serving = True
         for server in self._servers:
             await server.start()
 
     async def announce_end(self) -> None:
         """Health checks say NOT_SERVING from now on. Calls are answered as before. Idempotent."""
-        self._health.is_serving = False
+        self._service.is_serving = False
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more calls, and cancels those that have not ended after `grace_s`. Idempotent."""

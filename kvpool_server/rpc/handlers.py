@@ -52,8 +52,8 @@ assert CHECK not in METHODS, "every role may call it"
 MAX_FIELDS = 9_216
 """Of a message, without those of its parts: more than any request needs. Each may become an object of a hundred bytes
 that was sent as two, and none has been counted when the message is decoded."""
-LOOKUPS = frozenset({"Lookup", "LookupStream"})
-"""Methods whose handler makes a span for each lookup, also for those of a stream."""
+WITHOUT_OWN_SPAN = frozenset({"Lookup", "LookupStream", CHECK})
+"""Lookups get their spans from their handler, also those of a stream."""
 _TRACE_ID_BYTES = 16
 COUNTED_PER_STEP = 256
 AT_ONCE_BYTES = 24 << 10
@@ -144,32 +144,13 @@ def owner_of(context: Context) -> Owner:
 
 
 def add_service(service: Handlers, server: grpc.aio.Server) -> None:
-    """Registers a handler for each method of the service in the proto."""
-    most = service.pool.limits.max_spec_bytes
-    handlers = {method.name: _handler(service, method, most, service.tracing) for method in _SERVICE.methods}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+    """Registers a handler for each method of the service in the proto, and for health checks.
 
-
-def add_health(service: HealthService, server: grpc.aio.Server) -> None:
-    """Registers health checks."""
-    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], MESSAGE_BYTES)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_NAME, handlers),))
-
-
-class HealthService:
-    """Answers health checks. Watch, whose calls last as long as their clients, is not served."""
-
-    def __init__(self) -> None:
-        self.is_serving = False
-        self.turns = Turns()
-        self.inbox = Inbox()
-
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", SERVICE_NAME):
-            context.set_code(grpc.StatusCode.NOT_FOUND)
-            context.set_details(f"no such service; the service is {SERVICE_NAME}")
-        answers = health_pb2.HealthCheckResponse
-        return answers(status=answers.SERVING if self.is_serving else answers.NOT_SERVING)
+    Health's Watch, whose calls last as long as their clients, is not served.
+    """
+    for name, methods in ((SERVICE_NAME, _SERVICE.methods), (HEALTH_NAME, [_HEALTH.methods_by_name[CHECK]])):
+        handlers = {method.name: _handler(service, method) for method in methods}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
 
 def decode_in_steps(message_type: type[_Message], message: bytes) -> Steps[_Message]:
@@ -226,19 +207,14 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     raise DecodeError
 
 
-def _handler(
-    service: Handlers | HealthService, method: MethodDescriptor, max_spec_bytes: int, tracing: Tracing | None = None
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(service: Handlers, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
     """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them.
 
     The replies of a method that may send many are bytes already.
-
-    Args:
-        max_spec_bytes: the largest request of a method that sets what the server keeps.
     """
     behavior, inbox = getattr(service, method.name), service.inbox
-    if tracing is not None and method.name not in LOOKUPS:
-        behavior = traced(tracing, method, behavior)
+    if service.tracing is not None and method.name not in WITHOUT_OWN_SPAN:
+        behavior = _traced(service.tracing, method, behavior)
     message_type = GetMessageClass(method.input_type)
     encode = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming and method.server_streaming:
@@ -259,7 +235,7 @@ def _handler(
     has_lists = any(field.is_repeated for field in method.input_type.fields)
     most = MAX_REQUEST_BYTES if has_lists else MESSAGE_BYTES
     if method.name in ("OpenNamespace", "SetQuotas", "Report"):  # What they send is kept.
-        most = max_spec_bytes
+        most = service.pool.limits.max_spec_bytes
 
     async def of_one(_: object, context: Context) -> Any:
         request = await decoded(service.turns, message_type, await inbox.receive(context, most))
@@ -281,7 +257,7 @@ def _handler(
     return grpc.stream_unary_rpc_method_handler(of_one, None, encode)
 
 
-def traced(tracing: Tracing, method: MethodDescriptor, behavior: Callable[..., Any]) -> Callable[..., Any]:
+def _traced(tracing: Tracing, method: MethodDescriptor, behavior: Callable[..., Any]) -> Callable[..., Any]:
     """The same handler of a method, with a span around each call."""
     service = method.containing_service.full_name
     name = f"{service}/{method.name}"

@@ -1,11 +1,13 @@
-"""The RPCs of a client's session: OpenNamespace, Ping, WhoAmI, Report."""
+"""The RPCs of a client's session: OpenNamespace, Ping, WhoAmI, Report; and health checks."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+import grpc
 import structlog
+from grpc_health.v1 import health_pb2
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import IncompatibleReleaseError, InvalidRequestError, UnknownNamespaceError
@@ -28,10 +30,15 @@ MAX_LOGGED = 64
 
 
 class SessionHandlers(Handlers):
-    """Namespaces that clients open, what the server offers them, and what engines report."""
+    """Namespaces that clients open, what the server offers them, and what engines report.
+
+    Attributes:
+        is_serving: what health checks are told.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.is_serving = False
         self._started = time.monotonic()
         self._refused: set[tuple[str, Release]] = set()
 
@@ -92,6 +99,13 @@ class SessionHandlers(Handlers):
             protocol=OWN.protocol,
             **self._offered(),
         )
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", wire.SERVICE_NAME):
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+            context.set_details(f"no such service; the service is {wire.SERVICE_NAME}")
+        answers = health_pb2.HealthCheckResponse
+        return answers(status=answers.SERVING if self.is_serving else answers.NOT_SERVING)
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
         caller = CALLER.get()

@@ -95,11 +95,12 @@ class WireService:
         self._loop = ServiceLoop()
         running = RunningCalls(lambda credential: credential, 0.0)
         self._interceptor = RpcInterceptor(service, running, None)
+        self._handlers: list[grpc.GenericRpcHandler] = []
         add_service(service, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """What `add_service` calls of a gRPC server."""
-        (self._handlers,) = handlers
+        self._handlers += handlers
 
     def call(self, principal: Principal | None, method: str, *requests: Message) -> Answer:
         """Makes one call, to its end."""
@@ -113,7 +114,7 @@ class WireService:
         details: Any = SimpleNamespace(method=f"/{SERVICE_NAME}/{method}", invocation_metadata=())
 
         async def handler_of(details: Any) -> Any:
-            return self._handlers.service(details)
+            return self._handlers[0].service(details)
 
         handler: Any = await self._interceptor.intercept_service(handler_of, details)
         context = _WireContext(principal, messages)
