@@ -25,7 +25,8 @@ from kvpool_server.process import logs
 from kvpool_server.process.addresses import is_local, name_for_clients
 from kvpool_server.process.logs import LogEvents
 from kvpool_server.process.runtime import EventLoop, keep_collections_short, keep_freed_memory
-from kvpool_server.settings.config import ServerConfig, describe, load, service_links
+from kvpool_server.settings.config import ServerConfig, describe
+from kvpool_server.settings.loading import load, service_links
 
 if TYPE_CHECKING:
     from kvpool_server.app.server import Server

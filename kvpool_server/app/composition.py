@@ -50,7 +50,7 @@ from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
 from kvpool_server.rpc.handlers import own_sampling
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
-from kvpool_server.settings.exposure import check_exposure, event_keys, plaintext_ports, tls_files
+from kvpool_server.settings.loading import check_exposure, event_keys, plaintext_ports, tls_files
 from kvpool_server.sharing import Limits, default_limits
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.calls import traced

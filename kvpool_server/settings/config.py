@@ -1,30 +1,137 @@
-"""Settings of the server: flag > environment (KVPOOL_*) > TOML file > default. Unknown keys fail."""
+"""Settings of the server: flag > environment (KVPOOL_*) > TOML file > default. Unknown keys fail.
+
+Each type of a setting takes a text, checks it, and says in its error what to give instead.
+"""
 
 from __future__ import annotations
 
 import difflib
-import os
+import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvpool.protocol.errors import ConfigError
-from kvpool.protocol.text import without_passwords
-from kvpool.report.quotas import size_text
-from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN
+from kvpool.client.config import split_address
+from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
+from kvpool.report.quotas import parse_quota, parse_size, size_text
+from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
+from kvpool.transport.unix_socket import check_path
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.events.publisher import StreamEndpoints
-from kvpool_server.settings import setting_types as types
-from kvpool_server.tiers.registry import instead_of
+from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
-_SEE_HELP = "see kvpool-server --help"
-_CLIENT_VARIABLES = {"KVPOOL_ENDPOINT", "KVPOOL_HASH_SEED", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
+SEE_HELP = "see kvpool-server --help"
+
+
+def _check_endpoint(text: str) -> str:
+    scheme, _, place = text.partition("://")
+    if scheme == "tcp":
+        split_address(place)
+    elif scheme != "ipc" or not place:
+        raise ValueError("not an endpoint; give tcp://HOST:PORT or ipc://PATH")
+    return text
+
+
+def parse_stream(text: str) -> StreamEndpoints:
+    """From TENANT=ENDPOINT or TENANT=ENDPOINT,REPLAY_ENDPOINT. Raises ValueError or KVPoolError."""
+    tenant, equals, rest = text.partition("=")
+    endpoints = rest.split(",")
+    if not equals or len(endpoints) > 2:
+        raise ValueError("not a tenant's stream; give TENANT=ENDPOINT,REPLAY_ENDPOINT")
+    Principal(tenant, Role.ENGINE_READ)
+    return StreamEndpoints(tenant, *map(_check_endpoint, endpoints))
+
+
+def pin_share(text: str, memory: int) -> float:
+    """The share of the memory that a percentage or a size is, 1 at most. Raises ValueError."""
+    wrong = "not a budget; give a percentage up to 100%, or a size such as 512MiB or 20GiB"
+    number, percent, rest = text.strip().partition("%")
+    if percent:
+        try:
+            share = float(number) / 100
+        except ValueError:
+            share = math.nan
+        if rest or not 0 <= share <= 1:
+            raise ValueError(wrong)
+        return share
+    try:
+        nbytes = parse_size(text.strip())
+    except InvalidRequestError:
+        raise ValueError(wrong) from None
+    if nbytes and text.strip()[-1].isdigit():
+        raise ValueError("a number without a unit; give a percentage such as 20%, or a size such as 20GiB")
+    return min(1.0, nbytes / memory)
+
+
+def _check_policy(text: str) -> None:
+    if text not in POLICIES:
+        raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
+
+
+def _check_tiers(texts: tuple[str, ...]) -> None:
+    names = [parse(text).tier_name for text in texts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice; give each place once")
+
+
+def _check_streams(texts: tuple[str, ...]) -> None:
+    if len({parse_stream(text).tenant for text in texts}) < len(texts):
+        raise ValueError("a tenant is given twice; give each tenant once")
+
+
+def _check_quotas(texts: tuple[str, ...]) -> None:
+    quotas = list(map(parse_quota, texts))
+    subjects = [quota.subject for quota in quotas]
+    for text, quota in zip(texts, quotas, strict=True):
+        if not quota.limit_bytes:
+            raise ValueError(f"{text} gives a size of 0; leave it out: a subject without a quota has no bound")
+        if subjects.count(quota.subject) > 1:
+            raise ValueError(f"{quota.subject} has two quotas; give one")
+
+
+def _checked(check: Callable[[Any], object], or_empty: bool = False) -> AfterValidator:
+    """A validator that returns the value unchanged; errors of kvpool become pydantic's."""
+
+    def validate(value: Any) -> Any:
+        try:
+            if value or not or_empty:
+                check(value)
+        except KVPoolError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    return AfterValidator(validate)
+
+
+def _separated_by(separator: str) -> BeforeValidator:
+    """A validator that splits a text of the environment; lists of flags and of the file stay."""
+    return BeforeValidator(
+        lambda value: [part for part in value.split(separator) if part.strip()] if isinstance(value, str) else value
+    )
+
+
+Address = Annotated[str, _checked(split_address)]
+AddressOrEmpty = Annotated[str, _checked(split_address, or_empty=True)]
+SocketPath = Annotated[str, _checked(check_path, or_empty=True)]
+SocketMode = Annotated[
+    str, Field(pattern="^0?[0-7]{3}$", title="octal digits for owner, group and others, such as 0660")
+]
+TrustDomain = Annotated[str, _checked(lambda text: Principal(ALL_TENANTS, Role.OPERATOR, text))]
+PolicyName = Annotated[str, _checked(_check_policy)]
+PinBudget = Annotated[str, _checked(lambda text: pin_share(text, 1))]
+Topic = Annotated[str, Field(pattern="^[^@]*$", title="a text without @, which separates the parts of a topic")]
+EventEndpoint = Annotated[str, _checked(_check_endpoint, or_empty=True)]
+Texts = Annotated[tuple[str, ...], _separated_by(";")]
+Tiers = Annotated[Texts, _checked(_check_tiers)]
+EventStreams = Annotated[Texts, _checked(_check_streams)]
+Quotas = Annotated[tuple[str, ...], _separated_by(","), _checked(_check_quotas)]
 
 
 class ServerConfig(BaseSettings):
@@ -36,19 +143,19 @@ class ServerConfig(BaseSettings):
 
     config: str = ""
     """TOML file with any of these settings. Empty: none."""
-    listen: types.Address = "127.0.0.1:50051"
+    listen: Address = "127.0.0.1:50051"
     """HOST:PORT for gRPC; port 0 takes any free port."""
-    http_listen: types.AddressOrEmpty = "127.0.0.1:50052"
+    http_listen: AddressOrEmpty = "127.0.0.1:50052"
     """HOST:PORT for /metrics and /healthz; port 0 takes any free port. Empty: no HTTP."""
-    unix_listen: types.SocketPath = ""
+    unix_listen: SocketPath = ""
     """Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. Engines in other
     containers that mount its directory share memory (endpoint unix:PATH); with TLS they do not: give them HOST:PORT.
     Empty: none."""
-    unix_mode: types.SocketMode = "0600"
+    unix_mode: SocketMode = "0600"
     """With --unix-listen: permissions of both Unix sockets, in octal. 0660 for a common group, 0666 for everybody who
     sees the path. Whoever may connect may read and write the pool; with TLS, whoever may connect also needs a
     certificate or token."""
-    data_listen: types.AddressOrEmpty = "127.0.0.1:50053"
+    data_listen: AddressOrEmpty = "127.0.0.1:50053"
     """HOST:PORT of the data port, where worker processes move bytes over TCP for other hosts' clients; port 0 takes any
     free port. Empty: those bytes go through gRPC, which is slower."""
     data_workers: int = Field(0, ge=0, le=64)
@@ -60,7 +167,7 @@ class ServerConfig(BaseSettings):
     tls_client_ca: str = ""
     """Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which tenant's it is, and
     what it may; see docs/explanation/security.md."""
-    trust_domain: types.TrustDomain = Field(
+    trust_domain: TrustDomain = Field(
         DEFAULT_DOMAIN,
         description=f"{ABOUT_DOMAINS} With --tls-client-ca, certificates of other domains are refused; tokens are not "
         "restricted to a domain.",
@@ -91,7 +198,7 @@ class ServerConfig(BaseSettings):
     ledger: str = ""
     """File, SQLite, in which the server keeps for 40 days what each tenant has saved, held and moved by the hour
     (`kvpool ledger`); one file a server. Empty: the figures are in memory, since the server's start."""
-    limit: types.Texts = ()
+    limit: Texts = ()
     """What an identity may have at once (leases, leased_blocks, tickets, streams, connections), where callers are
     authenticated, e.g. spiffe://kvpool.local/kvpool/acme/engine-write,leases=16000; without an identity, e.g.
     leases=2000, of all. Repeat the flag for several; in the environment, separate them with ;."""
@@ -104,20 +211,20 @@ class ServerConfig(BaseSettings):
     """Whether memory outlives the server's process, so that after a kill, a crash or an upgrade the next one has its
     blocks: yes or no. systemd keeps it where the unit has FileDescriptorStoreMax=, else a parent process, which starts
     the server again; see docs/how-to/operations.md."""
-    policy: types.PolicyName = Field(
+    policy: PolicyName = Field(
         DEFAULT_POLICY,
         description="Which blocks to evict: "
         + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items())
         + ".",
     )
-    tier: types.Tiers = ()
+    tier: Tiers = ()
     """A tier under the arena, e.g. file:/mnt/kv,size=200GiB, mooncake:master=HOST:PORT or peers:peer=HOST:PORT. Repeat
     the flag for several tiers, which are searched in this order; in the environment, separate them with ;."""
-    quota: types.Quotas = ()
+    quota: Quotas = ()
     """Upper bound on what a tenant or namespace holds of the arena: tenant:NAME=SIZE, or namespace:PREFIX=SIZE with the
     first characters of a fingerprint. Repeat the flag for several quotas; in the environment, separate them with
     commas."""
-    pin_budget: types.PinBudget = "10%"
+    pin_budget: PinBudget = "10%"
     """How much of the arena each tenant may pin (`kvpool pin`): a percentage, or a size such as 20GiB. Pinned blocks
     are evicted last, so that more of them leave less room for what is not pinned."""
     mooncake: Literal["off", "tcp", "rdma"] = "off"
@@ -137,12 +244,12 @@ class ServerConfig(BaseSettings):
     drain_ms: int = Field(5_000, ge=0, le=600_000)
     """How long the server finishes calls, and writes to tiers, after SIGTERM, and how long a drain may take (SIGUSR2,
     `kvpool drain`), in milliseconds."""
-    kv_events: types.EventEndpoint = ""
+    kv_events: EventEndpoint = ""
     """Where routers subscribe to KV events: tcp://HOST:PORT (port 0 takes any free port) or ipc://PATH. Empty: no
     events."""
-    kv_events_replay: types.EventEndpoint = ""
+    kv_events_replay: EventEndpoint = ""
     """Where subscribers request missed events or a snapshot: tcp:// or ipc://. Empty: nowhere."""
-    kv_events_tenant: types.EventStreams = ()
+    kv_events_tenant: EventStreams = ()
     """A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag for several
     tenants; in the environment, separate them with ;."""
     kv_events_key: str = ""
@@ -150,7 +257,7 @@ class ServerConfig(BaseSettings):
     listed subscribers alone."""
     kv_events_subscribers: str = ""
     """With --kv-events-key: list of subscribers' public keys and their tenants, read again when it changes."""
-    kv_events_topic: types.Topic = "kv"
+    kv_events_topic: Topic = "kv"
     """First part of every KV event topic: TOPIC@FINGERPRINT@MODEL."""
     kv_events_medium: str = Field("CPU", min_length=1)
     """Storage medium that KV events name; change it if your router expects another word."""
@@ -193,13 +300,13 @@ class ServerConfig(BaseSettings):
     @property
     def pin_share(self) -> float:
         """The share of the arena that each tenant may pin."""
-        return types.pin_share(self.pin_budget, self.memory)
+        return pin_share(self.pin_budget, self.memory)
 
     @property
     def event_streams(self) -> list[StreamEndpoints]:
         """The streams of KV events: all tenants' first."""
         everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
-        return everybodys + list(map(types.parse_stream, self.kv_events_tenant))
+        return everybodys + list(map(parse_stream, self.kv_events_tenant))
 
     @property
     def uses_mooncake(self) -> list[str]:
@@ -215,35 +322,6 @@ def describe(name: str) -> tuple[str, str]:
     return " ".join((field.description or "").split()), "" if default == "()" else default
 
 
-def load(flags: Mapping[str, Any]) -> ServerConfig:
-    """The settings, each from the source that has precedence.
-
-    Raises ConfigError, which names the source, the key, the value and the fault.
-    """
-    known = {*map(_variable, ServerConfig.model_fields), *_CLIENT_VARIABLES, *service_links(os.environ)}
-    for name in os.environ:
-        if name.startswith(ENV_PREFIX) and name.upper() not in known:
-            raise _unknown_key("environment", name.removeprefix(ENV_PREFIX).lower(), _variable)
-    try:
-        return ServerConfig(**flags)
-    except ValidationError as error:
-        raise _config_error(error.errors()[0], flags) from None
-
-
-def service_links(environ: Mapping[str, str]) -> set[str]:
-    """Names of the variables that Kubernetes sets for each Service whose name begins with kvpool.
-
-    A Service `kvpool-server` gives KVPOOL_SERVER_SERVICE_HOST, which proves that it exists, KVPOOL_SERVER_SERVICE_PORT,
-    KVPOOL_SERVER_PORT, and longer names that begin with the last two, such as KVPOOL_SERVER_PORT_50051_TCP_ADDR.
-    """
-    ends = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
-    services = [
-        name.removesuffix(ends[0]) for name in environ if name.startswith(ENV_PREFIX) and name.endswith(f"_{ends[0]}")
-    ]
-    begins = tuple(f"{service}{end}_" for service in services for end in ends)
-    return {name for name in environ if f"{name}_".startswith(begins)}
-
-
 def _read_toml(file: object) -> dict[str, Any]:
     if not (file and isinstance(file, str)):
         return {}
@@ -254,37 +332,12 @@ def _read_toml(file: object) -> dict[str, Any]:
     except ValueError as error:  # Not UTF-8, or not TOML.
         raise ConfigError(f"config file {file} is not TOML: {error}") from None
     if "config" in values:
-        raise _unknown_key(f"config file {file}", "config")
+        raise unknown_key(f"config file {file}", "config")
     return values
 
 
-def _config_error(error: ErrorDetails, flags: Mapping[str, Any]) -> ConfigError:
-    setting, given = str(error["loc"][0]), error["input"]
-    source = f"config file {flags.get('config') or os.environ.get(_variable('config'))}"
-    if setting in flags:
-        source = f"--{setting.replace('_', '-')}"
-    elif _variable(setting) in os.environ:
-        source = _variable(setting)
-    if error["type"] == "extra_forbidden":
-        return _unknown_key(source, setting)
-    if error["type"] == "literal_error":
-        choices = error["ctx"]["expected"].replace("'", "")
-        return ConfigError(f"unknown {setting} {given!r} ({source}); choose {choices}")
-    wrong = error["msg"].removeprefix("Value error, ")
-    if error["type"].startswith("byte_size"):
-        wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
-    elif fix := instead_of(error, ServerConfig):
-        unit = "a number of bytes, as it has no unit: " if setting == "memory" and str(given).isdigit() else ""
-        wrong = f"{unit}not possible; give {fix}"
-    key = ".".join(map(str, error["loc"]))
-    return ConfigError(without_passwords(f"setting {key} = {given!r} ({source}): {wrong}; {_SEE_HELP}"))
-
-
-def _unknown_key(source: str, key: str, shown: Callable[[str], str] = str) -> ConfigError:
+def unknown_key(source: str, key: str, shown: Callable[[str], str] = str) -> ConfigError:
+    """The error of a key of a source, with the setting that was probably meant."""
     nearest = difflib.get_close_matches(key, ServerConfig.model_fields.keys() - {key}, 1)
     meant = f"did you mean {shown(nearest[0])}? " if nearest else ""
-    return ConfigError(f"{source}: unknown key {shown(key)}; {meant}{_SEE_HELP}")
-
-
-def _variable(setting: str) -> str:
-    return ENV_PREFIX + setting.upper()
+    return ConfigError(f"{source}: unknown key {shown(key)}; {meant}{SEE_HELP}")

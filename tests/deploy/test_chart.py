@@ -25,8 +25,8 @@ from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
 from kvpool_server.app.composition import HANDOVER_S
-from kvpool_server.settings.config import ServerConfig, load
-from kvpool_server.settings.exposure import check_exposure
+from kvpool_server.settings.config import ServerConfig
+from kvpool_server.settings.loading import check_exposure, load
 from kvpool_server.tiers.peers.options import PeersOptions
 from kvpool_server.tiers.registry import parse
 from testbed.engine import kvpool_transfer_config

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvpool_server.settings.config import ServerConfig
-from kvpool_server.settings.exposure import check_exposure
+from kvpool_server.settings.loading import check_exposure
 from tests.conftest import StartServer
 from tests.support.prometheus import MONITORING, ROOT, promtool
 from vllm_plugin.config import ConnectorConfig

@@ -10,8 +10,9 @@ from kvpool.cli import app
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.process.addresses import name_for_clients
-from kvpool_server.settings import config
-from kvpool_server.settings.config import ServerConfig, service_links
+from kvpool_server.settings import config, loading
+from kvpool_server.settings.config import ServerConfig
+from kvpool_server.settings.loading import service_links
 from tests.support.processes import run_command, run_server, server_command
 
 KEYS = tuple(ServerConfig.model_fields)
@@ -19,7 +20,7 @@ KEYS = tuple(ServerConfig.model_fields)
 
 def load(flags: dict[str, Any], file: Path | None, environment: dict[str, str]) -> ServerConfig:
     with patch.dict(os.environ, environment, clear=True):
-        return config.load({**flags, "config": str(file)} if file else flags)
+        return loading.load({**flags, "config": str(file)} if file else flags)
 
 
 @pytest.fixture

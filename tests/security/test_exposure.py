@@ -22,7 +22,7 @@ from kvpool_server.access.control import ServerCredentials
 from kvpool_server.access.oidc import read_keys
 from kvpool_server.app.command import _kv_transfer_config
 from kvpool_server.settings.config import ServerConfig
-from kvpool_server.settings.exposure import check_exposure, plaintext_ports
+from kvpool_server.settings.loading import check_exposure, plaintext_ports
 from tests.conftest import StartServer
 from tests.support.certificates import DAY, files_in, server_flags
 from tests.support.values import namespace_spec

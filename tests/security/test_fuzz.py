@@ -40,7 +40,7 @@ from kvpool_server.data_plane.worker import TALLY_COLUMNS, Connection, DataPort
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.messages import Encoder, History
 from kvpool_server.events.publisher import Publisher
-from kvpool_server.settings import config
+from kvpool_server.settings import config, loading
 from kvpool_server.sharing import Limits
 from tests.support.cpu_time import MAX_CPU_S, LongestPart
 from tests.support.effort import effort
@@ -252,12 +252,12 @@ def test_no_configuration_is_accepted_or_refused_but_with_an_error_of_kvpools(tm
 
     def from_file(dice: random.Random) -> None:
         toml.write_bytes(flipped(b'memory = "64MiB"\nlisten = "127.0.0.1:0"\nquota = ["tenant:a=1GiB"]\n', dice))
-        config.load({"config": str(toml)})
+        loading.load({"config": str(toml)})
 
     def from_environment(dice: random.Random) -> None:
         given = {f"KVPOOL_{key.upper()}": str(value) for key, value in some(server_keys, dice).items()}
         with patch.dict(os.environ, {name: value for name, value in given.items() if "\0" not in value}, clear=True):
-            config.load({})
+            loading.load({})
 
     def from_tokens(dice: random.Random) -> None:
         tokens.write_text(text(dice))
@@ -265,7 +265,7 @@ def test_no_configuration_is_accepted_or_refused_but_with_an_error_of_kvpools(tm
         read_records(tokens)
 
     targets: dict[str, Callable[[random.Random], object]] = {
-        "flags": lambda dice: config.load(some(server_keys, dice)),
+        "flags": lambda dice: loading.load(some(server_keys, dice)),
         "environment": from_environment,
         "file": from_file,
         "connector": lambda dice: ConnectorConfig.parse(some(engine_keys, dice)),

@@ -1,15 +1,81 @@
-"""Refuses to start a server with a port that other hosts can reach and that does not authenticate callers."""
+"""Loads the server's settings, and refuses those with which the server must not start: unknown keys, wrong values, and
+ports that other hosts can reach and that do not authenticate callers."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
 from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.text import without_passwords
 from kvpool.security.principal import DEFAULT_DOMAIN
 from kvpool.security.tls import TlsFiles
 from kvpool_server.process.addresses import is_local
-from kvpool_server.settings.config import ServerConfig
+from kvpool_server.settings.config import ENV_PREFIX, SEE_HELP, ServerConfig, unknown_key
+from kvpool_server.tiers.registry import instead_of
 
+_CLIENT_VARIABLES = {"KVPOOL_ENDPOINT", "KVPOOL_HASH_SEED", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
 _TCP = "tcp://"
 _WAY_OUT = "--insecure-network where all on the network are trusted"
+
+
+def load(flags: Mapping[str, Any]) -> ServerConfig:
+    """The settings, each from the source that has precedence.
+
+    Raises ConfigError, which names the source, the key, the value and the fault.
+    """
+    known = {*map(_variable, ServerConfig.model_fields), *_CLIENT_VARIABLES, *service_links(os.environ)}
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name.upper() not in known:
+            raise unknown_key("environment", name.removeprefix(ENV_PREFIX).lower(), _variable)
+    try:
+        return ServerConfig(**flags)
+    except ValidationError as error:
+        raise _config_error(error.errors()[0], flags) from None
+
+
+def service_links(environ: Mapping[str, str]) -> set[str]:
+    """Names of the variables that Kubernetes sets for each Service whose name begins with kvpool.
+
+    A Service `kvpool-server` gives KVPOOL_SERVER_SERVICE_HOST, which proves that it exists, KVPOOL_SERVER_SERVICE_PORT,
+    KVPOOL_SERVER_PORT, and longer names that begin with the last two, such as KVPOOL_SERVER_PORT_50051_TCP_ADDR.
+    """
+    ends = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
+    services = [
+        name.removesuffix(ends[0]) for name in environ if name.startswith(ENV_PREFIX) and name.endswith(f"_{ends[0]}")
+    ]
+    begins = tuple(f"{service}{end}_" for service in services for end in ends)
+    return {name for name in environ if f"{name}_".startswith(begins)}
+
+
+def _config_error(error: ErrorDetails, flags: Mapping[str, Any]) -> ConfigError:
+    setting, given = str(error["loc"][0]), error["input"]
+    source = f"config file {flags.get('config') or os.environ.get(_variable('config'))}"
+    if setting in flags:
+        source = f"--{setting.replace('_', '-')}"
+    elif _variable(setting) in os.environ:
+        source = _variable(setting)
+    if error["type"] == "extra_forbidden":
+        return unknown_key(source, setting)
+    if error["type"] == "literal_error":
+        choices = error["ctx"]["expected"].replace("'", "")
+        return ConfigError(f"unknown {setting} {given!r} ({source}); choose {choices}")
+    wrong = error["msg"].removeprefix("Value error, ")
+    if error["type"].startswith("byte_size"):
+        wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
+    elif fix := instead_of(error, ServerConfig):
+        unit = "a number of bytes, as it has no unit: " if setting == "memory" and str(given).isdigit() else ""
+        wrong = f"{unit}not possible; give {fix}"
+    key = ".".join(map(str, error["loc"]))
+    return ConfigError(without_passwords(f"setting {key} = {given!r} ({source}): {wrong}; {SEE_HELP}"))
+
+
+def _variable(setting: str) -> str:
+    return ENV_PREFIX + setting.upper()
 
 
 def tls_files(config: ServerConfig) -> TlsFiles | None:
