@@ -20,7 +20,7 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -180,11 +180,9 @@ class LogEvents(logging.Handler):
         kept = tuple((name[:40], without_secrets(str(value))) for name, value in shown[:MAX_FIELDS])
         new = LogEvent(self._clock(), level, without_secrets(text), kept)
         with self._lock:
-            last = self._events[-1] if self._events else None
-            if last is not None and (last.level, last.text, last.fields) == (level, new.text, kept):
-                self._events[-1] = LogEvent(new.at, level, new.text, kept, last.count + 1)
-            else:
-                self._events.append(new)
+            if self._events and replace(self._events[-1], at=new.at, count=1) == new:
+                new = replace(new, count=self._events.pop().count + 1)
+            self._events.append(new)
 
     def latest(self) -> list[LogEvent]:
         """The newest first."""

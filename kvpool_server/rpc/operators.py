@@ -206,8 +206,4 @@ def _told_to(tenant: str | None) -> Callable[[EvictedFor], EvictedFor] | None:
     """What callers of a tenant may know of whom a block was evicted for: no other tenant's name. None: all."""
     if tenant is None:
         return None
-
-    def told(whose: EvictedFor) -> EvictedFor:
-        return whose if whose.tenant == tenant else EvictedFor(is_hidden=True)
-
-    return told
+    return lambda whose: whose if whose.tenant == tenant else EvictedFor(is_hidden=True)
