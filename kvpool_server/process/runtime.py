@@ -3,7 +3,8 @@
 An asyncio loop runs whatever is ready in a pass, so a call waits in each of its passes for all steps of all others: a
 thousand small calls at once make passes of 50 ms. Here what is ready for a caller waits in a queue of its own, and each
 pass runs one callback of each queue in turn, for `PASS_S`, beside what has no caller: sockets, timers, and the first
-step of each call, which gRPC hands over one by one.
+step of each call, which gRPC hands over one by one. Source: J. Nagle, On Packet Switches With Infinite Storage (RFC
+970), 1985: a queue for each source, served in turn.
 
 By default malloc returns a freed megabyte to the kernel, and the next gRPC message pays page faults for it: more than
 the copy into it. What messages have taken beyond `KEEP_BYTES` is returned some seconds after they have gone.
@@ -12,8 +13,6 @@ The collector tracks every entry, so a full collection among millions of entries
 which the server answers no call. Entries do not need the collector: their reference counts free them. So objects that
 survive one full collection are exempt from later ones (`gc.freeze`). Full collections run more often, and each examines
 only objects made since the last. Cycles among young objects are still found.
-
-Source: J. Nagle, On Packet Switches With Infinite Storage (RFC 970), 1985: a queue for each source, served in turn.
 """
 
 from __future__ import annotations

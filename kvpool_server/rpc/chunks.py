@@ -1,7 +1,7 @@
 """The RPCs that touch the arena's bytes: PutChunks and GetChunks, whose bytes travel in the messages, and Verify.
 
-Bytes travel by the keys of chunks or, for engines that reach the arena in no other way, by the regions of tickets and
-leases.
+A message names its bytes by the keys of chunks or, for engines that reach the arena in no other way, by the regions of
+a ticket or lease.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ MAX_FIELDS = 9_216
 """Of a message, without those of its parts: more than any request needs. Each may become an object of a hundred bytes
 that was sent as two, and none has been counted when the message is decoded."""
 WITHOUT_OWN_SPAN = frozenset({"Lookup", "LookupStream", CHECK})
-"""Lookups get their spans from their handler, also those of a stream."""
+"""Methods without a span for each call: handlers of lookups make one for each lookup, also for those of a stream."""
 _TRACE_ID_BYTES = 16
 COUNTED_PER_STEP = 256
 AT_ONCE_BYTES = 24 << 10
