@@ -1,1 +1,1 @@
-"""What a process of the server needs from its host: addresses, children, logs, memory."""
+"""What a process of the server needs from its host: addresses, logs, its event loop and memory."""
