@@ -28,7 +28,6 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.server_access import Adoption, Columns
 from kvpool_server.cache.steps import Run, Steps, finish
 from kvpool_server.keeping import store
-from kvpool_server.keeping.adoption import TableFollower
 from kvpool_server.keeping.table import (
     NAMESPACES,
     POLICIES,
