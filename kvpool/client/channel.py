@@ -1,10 +1,14 @@
-"""The gRPC channel to a server: plaintext where nobody else listens, TLS elsewhere, renewed with its certificate."""
+"""The gRPC channel to a server, and what its calls have in common: deadlines, a bound on calls at once, and errors.
+
+The channel is plaintext where nobody else listens, TLS elsewhere, and renewed with its certificate.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partialmethod
 from operator import methodcaller
@@ -15,15 +19,18 @@ import grpc
 
 from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.client.tracing import ClientInterceptor, tracing_of
-from kvpool.protocol.errors import ConfigError
+from kvpool.protocol import wire
+from kvpool.protocol.errors import ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
-from kvpool.protocol.wire import MAX_MESSAGE_BYTES, SERVICE_NAME
 from kvpool.security.files import WatchedFiles
 from kvpool.security.principal import Principal
 from kvpool.security.tls import TlsIdentity, read_identity
 from kvpool.security.tokens import read_token
 from kvpool.transport.unix_socket import grpc_target, socket_path
 
+MAX_AT_ONCE = 8
+"""Calls at once, beside the stream of lookups and those of bytes. The server takes a bounded number on a connection and
+counts each until some time after its end; it refuses what exceeds them."""
 RETIRE_S = 600.0
 """How long calls of a renewed channel may go on: the longest deadline of a call."""
 
@@ -37,7 +44,7 @@ RETRIES = {
 """Of a call that a server refuses for now: see BusyError."""
 
 _METHODS = [
-    {"name": [{"service": SERVICE_NAME, "method": name}], "maxResponseMessageBytes": most, "retryPolicy": RETRIES}
+    {"name": [{"service": wire.SERVICE_NAME, "method": name}], "maxResponseMessageBytes": most, "retryPolicy": RETRIES}
     for name, most in {**METHOD_LIMITS, "": CONTROL_LIMIT}.items()  # Without a name: all other methods.
 ]
 """How large the replies of each method may be; gRPC refuses a larger one before it is read."""
@@ -45,8 +52,8 @@ _METHODS = [
 _OPTIONS = [
     ("grpc.service_config", json.dumps({"methodConfig": _METHODS})),
     ("grpc.service_config_disable_resolution", 1),  # No name server may widen the limits.
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),  # The server bounds the calls of a connection: each client has its own.
@@ -189,3 +196,104 @@ class _Method:
 
     def future(self, *args: Any, **options: Any) -> Any:
         return self._method().future(*args, **options, **self._channel.metadata())
+
+
+class _Places:
+    """Places for calls, which go to those who have waited longest. (A semaphore's go to whoever comes first.)"""
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: deque[threading.Event] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, timeout_s: float) -> bool:
+        """Waits for a place; False if there is none in time."""
+        turn = threading.Event()
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return True
+            self._waiting.append(turn)
+        turn.wait(timeout_s)
+        with self._lock:
+            if not turn.is_set():
+                self._waiting.remove(turn)
+            return turn.is_set()
+
+    def give_back(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._free += 1
+
+
+class Calls:
+    """Calls of one server. Thread-safe. Every method raises UnavailableError and PoolTimeoutError."""
+
+    def __init__(self, config: ClientConfig):
+        self.config = config
+        self._places = _Places(MAX_AT_ONCE)
+
+    def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
+        """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
+        left_ms = self._take(timeout_ms)
+        try:
+            return method(request, timeout=self.timeout_s(left_ms))
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+        finally:
+            self._places.give_back()
+
+    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """Starts a call; returns its `grpc.Future`. Waits only while there are `MAX_AT_ONCE` calls."""
+        return self._send(method, request, self._take(timeout_ms))
+
+    def send_now(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
+        """As `send`; None, and no call, while there are `MAX_AT_ONCE`."""
+        return self._send(method, request, timeout_ms) if self._places.take(0.0) else None
+
+    def _take(self, timeout_ms: int | None) -> float:
+        """Takes a place among `MAX_AT_ONCE`; returns the milliseconds that are left of it. Raises PoolTimeoutError."""
+        ends_at = time.monotonic() + self.timeout_s(timeout_ms)
+        if not self._places.take(self.timeout_s(timeout_ms)):
+            raise PoolTimeoutError(
+                f"{MAX_AT_ONCE} calls to kvpool-server at {self.config.endpoint} were under way for too long"
+            )
+        return 1000 * max(0.0, ends_at - time.monotonic())
+
+    def _send(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
+        """As `send`, for which a place has been taken."""
+        try:
+            call = self.started(method, request, timeout_ms)
+        except BaseException:
+            self._places.give_back()
+            raise
+        # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
+        call.add_done_callback(lambda _: self._places.give_back())
+        return call
+
+    def started(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
+        """A call that is none of `MAX_AT_ONCE`."""
+        try:
+            return method.future(request, timeout=self.timeout_s(timeout_ms))
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def result(self, call: Any) -> Any:
+        """Waits for the answer of a call that was sent, until the call's own deadline."""
+        try:
+            return call.result(timeout=self.timeout_s())
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def timeout_s(self, timeout_ms: float | None = None) -> float:
+        return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
+
+    def error_of(self, error: Exception) -> KVPoolError:
+        """The kvpool error for one of `CALL_ERRORS`."""
+        if isinstance(error, grpc.RpcError):
+            return wire.error_of(error, self.config.endpoint)
+        if isinstance(error, grpc.FutureTimeoutError):
+            return PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time")
+        return UnavailableError(f"the client of kvpool-server at {self.config.endpoint} is closed; make a new one")

@@ -14,8 +14,7 @@ from typing import Any
 
 import grpc
 
-from kvpool.client.calls import Calls
-from kvpool.client.channel import CALL_ERRORS, open_channel
+from kvpool.client.channel import CALL_ERRORS, Calls, open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.handles import KeptRuns, Namespace, PendingLookup
 from kvpool.client.lookup_stream import LookupStream

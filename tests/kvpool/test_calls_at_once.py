@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from kvpool.client.calls import MAX_AT_ONCE
+from kvpool.client.channel import MAX_AT_ONCE
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool_server.rpc.grpc_server import MAX_STREAMS
