@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvpool.client.client import PutResult as PutResult
     from kvpool.client.config import ClientConfig as ClientConfig
     from kvpool.client.events import Subscriber as Subscriber
-    from kvpool.client.handles import Namespace as Namespace
-    from kvpool.client.handles import PendingLookup as PendingLookup
+    from kvpool.client.rpc import Namespace as Namespace
+    from kvpool.client.rpc import PendingLookup as PendingLookup
     from kvpool.protocol.hashing import block_hashes as block_hashes
     from kvpool.protocol.hashing import checksum as checksum
     from kvpool.protocol.namespace import GroupSpec as GroupSpec
@@ -39,7 +39,7 @@ _HOMES = {
     "client.client": ("Client", "PutResult"),
     "client.config": ("ClientConfig",),
     "client.events": ("Subscriber",),
-    "client.handles": ("Namespace", "PendingLookup"),
+    "client.rpc": ("Namespace", "PendingLookup"),
     "protocol.hashing": ("block_hashes", "checksum"),
     "protocol.namespace": ("GroupSpec", "NamespaceSpec"),
     "protocol.types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.client.transport_choice import KEPT_S
 from kvpool.protocol import errors
 from kvpool.protocol.errors import KVPoolError

@@ -42,7 +42,7 @@ from benchmarks.peers.mooncake_store import Store, mooncake_store
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import Lookup, ShardRange
 from kvpool.transport.base import Buffers

@@ -27,7 +27,7 @@ from benchmarks.harness.measuring import Row, alternate, at_most, kvpool_server,
 from kvpool import BlockRun
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 
 STEPS_MS = (2, 10, 25, 50)
 TRANSPORTS = ("shm", "tcp")

@@ -50,7 +50,7 @@ from benchmarks.harness.measuring import (
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES

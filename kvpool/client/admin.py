@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import grpc
 
-from kvpool.client.handles import Namespace
-from kvpool.client.rpc import PoolRpc
+from kvpool.client.rpc import Namespace, PoolRpc
 from kvpool.client.transport_choice import Choice, choose
 from kvpool.protocol import replies, wire
 from kvpool.protocol.errors import ChecksumError, InvalidReplyError

@@ -30,8 +30,7 @@ from kvpool.client.admin import Admin, Hints, InlineChunks
 from kvpool.client.block_io import BlockMover, DrainBlocks, FillBlocks, InPlace
 from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
-from kvpool.client.rpc import PoolRpc
+from kvpool.client.rpc import Namespace, PoolRpc
 from kvpool.client.transport_choice import Attachment, Choose, choose
 from kvpool.protocol import replies
 from kvpool.protocol.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError

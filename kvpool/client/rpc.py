@@ -1,14 +1,16 @@
-"""The connection to one server: its typed calls, deadlines, and errors.
+"""The typed calls of one server, and what callers keep between them: an open namespace, runs, and lookups under way.
 
 `PoolRpc` has one method for each step of a lookup, put and get. `Client` composes the steps; tests, and programs that
-move bytes themselves, call them. Thread-safe.
+move bytes themselves, call them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,24 @@ import grpc
 
 from kvpool.client.channel import CALL_ERRORS, Calls, open_channel
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import KeptRuns, Namespace, PendingLookup
 from kvpool.client.lookup_stream import LookupStream
 from kvpool.client.tracing import tracing_of
 from kvpool.protocol import replies, wire
-from kvpool.protocol.errors import IncompatibleReleaseError, InvalidReplyError, LeaseExpiredError, UnavailableError
-from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.errors import (
+    IncompatibleReleaseError,
+    InvalidReplyError,
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    UnavailableError,
+)
+from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.pieces import PiecedChannel
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.skew import OWN, check_skew
 from kvpool.protocol.types import (
     HASH_BYTES,
+    MAX_BATCH_CHUNKS,
     BlockRun,
     Existence,
     HintKind,
@@ -37,13 +46,91 @@ from kvpool.protocol.types import (
     ShardRange,
 )
 from kvpool.security.name_key import NameKey, check_key, named_by
+from kvpool.transport.base import Transport
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
 
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """An open namespace, valid for one boot of the server.
+
+    Args:
+        fingerprint: its name, `HASH_BYTES`.
+        transport: how its bytes travel.
+        max_batch_blocks: most blocks of one request; a lookup may have more, and a get is split.
+        arena_bytes: bound of every region.
+    """
+
+    spec: NamespaceSpec
+    fingerprint: bytes
+    boot_token: int
+    transport: Transport
+    max_batch_blocks: int
+    arena_bytes: int
+
+    def max_blocks(self, shards: ShardRange) -> int:
+        """Most blocks of which one put or get can move these shards."""
+        return max(1, min(self.max_batch_blocks, MAX_BATCH_CHUNKS // max(1, shards.count)))
+
+    def group(self, group_idx: int) -> GroupSpec:
+        """Raises InvalidRequestError if there is no such group."""
+        if not 0 <= group_idx < len(self.spec.groups):
+            raise InvalidRequestError(
+                f"group_idx {group_idx}: the namespace has groups 0 to {len(self.spec.groups) - 1}"
+            )
+        return self.spec.groups[group_idx]
+
+
+class KeptRuns(tuple[BlockRun, ...]):
+    """Runs that are looked up several times: the blocks' names on the wire are computed once."""
+
+    def __init__(self, _: Iterable[BlockRun]):
+        self.encoded: dict[str, list[pb.BlockRun]] = {}
+        """The runs as messages, by the digest of the key that names the blocks."""
+
+
+@dataclass(eq=False)
+class PendingLookup:
+    """A lookup that was sent and may have been answered. Thread-safe: the reply is decoded once.
+
+    Args:
+        call: a `grpc.Future`.
+        answer, error_of: what its reply means, and its error.
+    """
+
+    call: Any
+    answer: Callable[[pb.LookupResponse], Lookup]
+    error_of: Callable[[Exception], KVPoolError]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _found: Lookup | None = field(default=None, init=False)
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return bool(self.call.done())
+
+    def result(self, timeout_s: float | None = None) -> Lookup | None:
+        """The answer; None if it has not arrived within `timeout_s`. Raises what `Client.lookup` raises."""
+        try:
+            reply = self.call.result(timeout=timeout_s)
+        except CALL_ERRORS as error:
+            if isinstance(error, grpc.FutureTimeoutError) and timeout_s is not None:
+                return None
+            raise self.error_of(error) from None
+        with self._lock:
+            if self._found is None:
+                self._found = self.answer(reply)
+            return self._found
+
+    def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
+        """Calls back from another thread once the lookup has ended."""
+        self.call.add_done_callback(lambda _: callback(self))
+
+
 class PoolRpc(Calls):
-    """Calls of one server. Every method raises UnavailableError, PoolTimeoutError and InvalidReplyError, and what its
-    docstring names.
+    """Calls of one server. Thread-safe.
+
+    Every method raises UnavailableError, PoolTimeoutError and InvalidReplyError, and what its docstring names.
 
     Args:
         stub: the Pool service's methods.
@@ -74,13 +161,12 @@ class PoolRpc(Calls):
         self.channel.close()
 
     def ping(self) -> pb.PingResponse:
-        reply: pb.PingResponse = self.call(self.stub.Ping, pb.PingRequest())
-        return reply
+        return self.call(self.stub.Ping, pb.PingRequest())  # type: ignore[no-any-return]
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", timeout_ms: int | None = None
     ) -> pb.OpenNamespaceResponse:
-        """Declares a namespace; returns what the server says of it, and of the transports that it offers.
+        """Declares a namespace; returns what the server says of it and of its transports.
 
         Raises InvalidRequestError, IncompatibleNamespaceError, and IncompatibleReleaseError if the server is of a
         release that this client does not work with, or that computes another fingerprint.
@@ -128,8 +214,6 @@ class PoolRpc(Calls):
             kept[key.digest] = wire.encode_runs(map(key.run, runs))
         return kept[key.digest]
 
-    # Lookup
-
     def lookup(self, namespace: Namespace, runs: Sequence[BlockRun], **wanted: bool) -> Lookup:
         """As `Client.lookup`, with its keywords."""
         with contextlib.ExitStack() as stack:
@@ -155,11 +239,9 @@ class PoolRpc(Calls):
         """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them.
 
         Args:
-            lease, wanted: keywords of `Client.lookup`.
             wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
                 long. Such a lookup is a call of its own: the answers to others do not wait for it. If there are
                 `MAX_AT_ONCE` calls, the server answers at once.
-            traceparent: of the caller's span.
         """
         question = LookupQuestion(
             namespace.fingerprint,
@@ -188,8 +270,6 @@ class PoolRpc(Calls):
     def exists(self, fingerprint: bytes, runs: Sequence[BlockRun], timeout_ms: int | None = None) -> Existence:
         request = pb.ExistsRequest(namespace=fingerprint, runs=self.encode_runs(runs))
         return replies.existence(self.call(self.stub.Exists, request, timeout_ms), runs)
-
-    # Put
 
     def put_start(self, namespace: Namespace, runs: Sequence[BlockRun], shards: ShardRange) -> PutGrant:
         """Asks for regions to write. Raises OutOfSpaceError."""
@@ -223,8 +303,6 @@ class PoolRpc(Calls):
         if ticket_id:
             with contextlib.suppress(UnavailableError):
                 self.send_now(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
-
-    # Get
 
     def locate(
         self, namespace: Namespace, lease_id: int, parts: Sequence[Sequence[BlockRun]], shards: ShardRange
@@ -266,16 +344,10 @@ class PoolRpc(Calls):
         return replies.count("num_released", reply.num_released, len(lease_ids))
 
     def release_quietly(self, *lease_ids: int) -> None:
-        """As `release`, with the next lookup, or soon; does not wait. If the message is lost, the leases expire.
-
-        Ids of 0 are skipped.
-        """
-        live = [lease_id for lease_id in lease_ids if lease_id]
-        if live:
+        """As `release`, with the next lookup, or soon; does not wait. If the message is lost, the leases expire."""
+        if live := [lease_id for lease_id in lease_ids if lease_id]:  # 0: no lease.
             with contextlib.suppress(ValueError):  # The channel is closed.
                 self._lookups.release(live)
-
-    # Hints
 
     def hint(
         self,
@@ -296,8 +368,6 @@ class PoolRpc(Calls):
         reply = self.call(self.stub.Hint, request, timeout_ms)
         return replies.hint(reply, sum(len(run.block_hashes) // HASH_BYTES for run in runs))
 
-    # Reports
-
     def report(self, report: pb.ReportRequest, timeout_ms: int) -> bool:
         """Tells the server what an engine has counted; False if the server is of a release that takes no reports.
 
@@ -311,14 +381,10 @@ class PoolRpc(Calls):
             raise self.error_of(error) from None
         return True
 
-    # Checks of a boot
-
     def check(self, namespace: Namespace) -> int:
-        """Returns how many namespaces of the caller's tenant the server has opened since its start.
+        """How many namespaces of the caller's tenant the server has opened since its start; 0 from an older server.
 
-        The number is 0 from an older server, and that of all tenants where callers have none.
-
-        Raises UnavailableError if the server has restarted since `namespace` was opened.
+        Where callers have no tenant, those of all count. Raises UnavailableError as `check_boot`.
         """
         reply = self.ping()
         self.check_boot(namespace, reply.boot_token)

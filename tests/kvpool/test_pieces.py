@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client
-from kvpool.client.handles import Namespace
 from kvpool.client.lookup_stream import LookupStream, StreamedError
+from kvpool.client.rpc import Namespace
 from kvpool.protocol import types
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import checksum

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvpool.cli import app
 from kvpool.client.client import Client
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.errors import DrainingError, InvalidRequestError, UnavailableError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec

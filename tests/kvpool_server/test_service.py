@@ -19,7 +19,7 @@ import pytest
 from kvpool.client.block_io import Checksums, DrainBlocks, InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import (
     ChecksumError,

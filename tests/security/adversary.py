@@ -40,7 +40,7 @@ import typer
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.hashing import checksum

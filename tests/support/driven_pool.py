@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.client.client import Client
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.reports import REPORTER_BYTES, ReportRequest
 from kvpool.protocol.types import BlockRun

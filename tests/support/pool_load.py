@@ -18,7 +18,7 @@ import numpy as np
 from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.errors import DrainingError, KVPoolError, OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun

@@ -16,7 +16,7 @@ import zmq
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec

@@ -12,8 +12,7 @@ import pytest
 
 from kvpool.client.block_io import BlockMover
 from kvpool.client.client import Client
-from kvpool.client.handles import PendingLookup
-from kvpool.client.rpc import PoolRpc
+from kvpool.client.rpc import PendingLookup, PoolRpc
 from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.admission import Admission, PromotionWait
 from vllm_plugin.scheduler.load_policy import LoadPolicy

@@ -22,7 +22,7 @@ import pytest
 from kvpool.client import transport_choice as choice
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.errors import (
     DrainingError,
     KVPoolError,

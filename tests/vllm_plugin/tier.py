@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvpool.client.handles import Namespace, PendingLookup
+from kvpool.client.rpc import Namespace, PendingLookup
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import BlockRun, Lookup
 from vllm_plugin.session import Session

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import BlockRun, HintKind
 from vllm_plugin.metadata import StoreJob

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpool.client.handles import KeptRuns, PendingLookup
+from kvpool.client.rpc import KeptRuns, PendingLookup
 from kvpool.protocol.errors import KVPoolError, UnavailableError
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits
 from vllm_plugin.config import ConnectorConfig

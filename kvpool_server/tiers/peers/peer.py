@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
+from kvpool.client.rpc import Namespace
 from kvpool.protocol import replies
 from kvpool.protocol.errors import (
     BusyError,
