@@ -29,10 +29,9 @@ from kvpool.protocol.errors import (
     LeaseExpiredError,
     UnavailableError,
 )
-from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.namespace import OWN, GroupSpec, NamespaceSpec, check_skew
 from kvpool.protocol.pieces import PiecedChannel
 from kvpool.protocol.replies import LookupQuestion
-from kvpool.protocol.skew import OWN, check_skew
 from kvpool.protocol.types import (
     HASH_BYTES,
     MAX_BATCH_CHUNKS,

@@ -24,8 +24,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig, is_loopback, split_address
 from kvpool.client.transport_choice import choose
 from kvpool.protocol import replies
-from kvpool.protocol.namespace import MEASUREMENT_MODEL, Difference, differences
-from kvpool.protocol.skew import OWN, Release
+from kvpool.protocol.namespace import MEASUREMENT_MODEL, OWN, Difference, Release, differences
 from kvpool.protocol.text import duration_text, escaped, opened_text, printable
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.bandwidth import measure, usual_block

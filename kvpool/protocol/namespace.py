@@ -4,6 +4,9 @@ A namespace is named by its fingerprint, the SHA-256 of a canonical encoding of 
 differ in any field therefore never share a byte, and `differences` says which field it was. The one exception: a digest
 of the weights replaces the model's name and revision, so that the same weights share blocks by whatever name or path
 they are served.
+
+A client tells its release when it opens a namespace, and the server's answer tells the server's. Each side checks the
+other, since either may be the newer one: releases whose protocols differ by more than `MAX_SKEW` are refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.errors import IncompatibleReleaseError, InvalidRequestError
+from kvpool.version import PROTOCOL, __version__
 
 MEASUREMENT_MODEL = "kvpool ping --bandwidth"
 """The model that namespaces of measurements name. No engine has it."""
@@ -29,6 +33,9 @@ _SECRETS = ("salt", "hash_seed")
 DIGEST_CHARS = 12
 _TEXT_BYTES = 64
 """What an empty text takes in a list."""
+
+MAX_SKEW = 1
+MAX_RELEASE_CHARS = 64
 
 MAX_SHARDS = 64
 MAX_GROUPS = 64
@@ -229,3 +236,38 @@ def differences(ours: NamespaceSpec, theirs: NamespaceSpec) -> list[Difference]:
         elif a != b:
             found.append(Difference(spec_field.name, a, b))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A release of kvpool as it speaks to others.
+
+    Args:
+        version: for people; empty: unknown.
+        protocol: `kvpool.version.PROTOCOL`; 0: from before protocols were exchanged.
+    """
+
+    version: str
+    protocol: int
+
+    def __str__(self) -> str:
+        return f"{self.version or 'of an unknown release'} (protocol {self.protocol})"
+
+    def works_with(self, other: Release) -> bool:
+        """Whether a client of one release and a server of the other understand each other."""
+        return abs(self.protocol - other.protocol) <= MAX_SKEW
+
+
+OWN = Release(__version__, PROTOCOL)
+
+
+def check_skew(client: Release, server: Release, endpoint: str = "") -> None:
+    """Raises IncompatibleReleaseError, which names the server's `endpoint`, unless client and server work together."""
+    if client.works_with(server):
+        return
+    older, least = ("client", server.protocol) if client.protocol < server.protocol else ("server", client.protocol)
+    where = f" at {endpoint}" if endpoint else ""
+    raise IncompatibleReleaseError(
+        f"the client is kvpool {client}, and kvpool-server{where} is kvpool {server}: they work together only if their "
+        f"protocols differ by {MAX_SKEW} at most; upgrade the {older} to protocol {least - MAX_SKEW} or later"
+    )

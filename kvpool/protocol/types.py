@@ -45,8 +45,8 @@ class BlockRun:
     Args:
         group_idx: KV-cache group, >= 0.
         block_hashes: chained block hashes in prefix order, `HASH_BYTES` each.
-        parent_hash: hash of the block before the first one; empty at the start of a prefix. It lets the pool
-            evict the deepest blocks of a prefix first.
+        parent_hash: of the block before the first; empty at the start of a prefix. So the pool evicts a prefix's
+            deepest blocks first.
     """
 
     group_idx: int
@@ -124,22 +124,15 @@ class Chunk:
 
 
 class MissCause(enum.IntEnum):
-    """Why a lookup has not found a block; the values are those of the contract."""
+    """Why a lookup has not found a block; `MissCause` of `kvpool/v1/pool.proto` explains each value."""
 
     NEVER_STORED = 0
-    """Nobody has stored it, or it left longer ago than the server remembers."""
     BEING_WRITTEN = 1
-    """A put of it has not ended."""
     EVICTED = 2
-    """It made room for another block."""
     REMOVED = 3
-    """It was removed or cleared by request."""
     CORRUPT = 4
-    """Its bytes had changed."""
     PUT_FAILED = 5
-    """Its writer gave it up, or was too slow."""
     OTHER_NAMESPACE = 6
-    """Another namespace of the tenant, with the same salt, has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +144,11 @@ class Miss:
 
 
 class BlockState(enum.IntEnum):
-    """Where explained blocks are; the values are those of the contract."""
+    """Where explained blocks are: in the arena, in a tier alone, or nowhere; the values are those of the contract."""
 
     COMPLETE = 0
-    """In the arena, and readable."""
     IN_TIER = 1
     MISSING = 2
-    """Nowhere."""
 
 
 MAX_RANGES = 256
@@ -206,8 +197,8 @@ class LeasedSlots:
         slots: all that the answer tells of the run, which the permit covers together.
         fingerprint: of their namespace.
         boot_token: of the server that leased them.
-        ends_at: by when they have to be read, by `time.monotonic` of the host that looked up. The lease lasts longer:
-            the client counts from when it asked, the server from when it answered.
+        ends_at: by when they have to be read, monotonic seconds. The lease lasts longer: the client counts from when it
+            asked, the server from when it answered.
         start, stop: which of them.
     """
 
@@ -247,8 +238,7 @@ class Lookup:
         hits: one a run.
         lease_id: of the lease on the complete blocks; 0: none.
         retry_after_ms: if a tier is promoting blocks: when to look up again. 0: no tier is.
-        slots: one a run: where its complete blocks lie. Empty if the lookup did not ask, has no lease, or is to be
-            repeated.
+        slots: one a run; empty if the lookup did not ask for them, has no lease, or is to be repeated.
         fingerprint, boot_token, ends_at: see `LeasedSlots`.
     """
 
@@ -295,7 +285,7 @@ class PutGrant:
 
 @dataclass(frozen=True, slots=True)
 class PutReceipt:
-    """Answer of `put_end`: number of blocks whose shards are present now, and of blocks that became readable."""
+    """Answer of `put_end`: how many blocks have these shards now, and how many became readable."""
 
     num_committed: int
     num_complete: int
@@ -363,8 +353,7 @@ class Quota:
 
     Args:
         subject: "tenant:NAME", or "namespace:" and a fingerprint in lower-case hexadecimal, or its first characters.
-        limit_bytes: of their slots; 0 in `set_quotas` deletes the quota.
-        used_bytes: of their slots now; ignored by `set_quotas`.
+        limit_bytes, used_bytes: of their slots. In `set_quotas`, a limit of 0 deletes the quota, and use is ignored.
     """
 
     subject: str

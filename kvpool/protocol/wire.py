@@ -18,8 +18,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool.protocol import errors
-from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.skew import MAX_RELEASE_CHARS, OWN, Release
+from kvpool.protocol.namespace import MAX_RELEASE_CHARS, OWN, GroupSpec, NamespaceSpec, Release
 from kvpool.protocol.text import escaped
 from kvpool.protocol.types import (
     HASH_BYTES,

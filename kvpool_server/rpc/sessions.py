@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import IncompatibleReleaseError, InvalidRequestError, UnknownNamespaceError
+from kvpool.protocol.namespace import OWN, Release, check_skew
 from kvpool.protocol.reports import MAX_STAGES
-from kvpool.protocol.skew import OWN, Release, check_skew
 from kvpool.protocol.text import printable
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.protocol.skew import OWN
+from kvpool.protocol.namespace import OWN
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import Principal, Role
 from kvpool.security.tls import TlsFiles

@@ -20,7 +20,7 @@ from kvpool.protocol.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvpool.protocol.skew import OWN, Release, check_skew
+from kvpool.protocol.namespace import OWN, Release, check_skew
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits, Slots
 from kvpool.transport.base import Transport
 from kvpool.transport.mover import Movers
