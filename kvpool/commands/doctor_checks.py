@@ -25,12 +25,11 @@ from kvpool.client.config import ClientConfig, is_loopback, split_address
 from kvpool.client.transport_choice import choose
 from kvpool.protocol import replies
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, OWN, Difference, Release, differences
-from kvpool.protocol.text import duration_text, escaped, opened_text, printable
+from kvpool.protocol.text import duration_text, escaped, opened_text, printable, size_text
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.bandwidth import measure, usual_block
 from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.report.judgements import certificate_end
-from kvpool.report.quotas import size_text
 from kvpool.security.files import read_pem
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.shm import ShmTransport

@@ -19,11 +19,10 @@ from kvpool.commands.common import AsJson, Endpoint, find_namespaces
 from kvpool.protocol.errors import InvalidRequestError, PermissionDeniedError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.namespace import differences
-from kvpool.protocol.text import duration_text, opened_text, printable
+from kvpool.protocol.text import beyond_memory, covers, duration_text, opened_text, parse_quota, printable, size_text
 from kvpool.protocol.types import HASH_BYTES, Quota
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.output import console, say, share_text
-from kvpool.report.quotas import beyond_memory, covers, parse_quota, size_text
 from kvpool.v1 import pool_pb2 as pb
 
 _WHAT_COUNTS = (

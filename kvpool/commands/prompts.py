@@ -26,11 +26,10 @@ from kvpool.commands.common import SLOW_TIMEOUT_MS, AsJson, Endpoint, find_names
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.hashing import ALGORITHM, DEFAULT_SEED, block_hashes
 from kvpool.protocol.namespace import DIGEST_CHARS, NamespaceSpec
-from kvpool.protocol.text import escaped
+from kvpool.protocol.text import escaped, size_text
 from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.output import say
-from kvpool.report.quotas import size_text
 from kvpool.security.name_key import NameKey, check_key
 from kvpool.v1 import pool_pb2 as pb
 

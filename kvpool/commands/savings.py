@@ -25,9 +25,8 @@ from kvpool.commands.common import AsJson, Endpoint, minute_text, within
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.reports import SUMS, Cause, added_up
-from kvpool.protocol.text import duration_text
+from kvpool.protocol.text import duration_text, size_text
 from kvpool.report.output import console, count_text, say, share_text
-from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
 GIB = 1 << 30

@@ -17,12 +17,11 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, find_namespaces, within
 from kvpool.protocol.errors import InvalidRequestError, PoolTimeoutError, UnavailableError
 from kvpool.protocol.messages import fields_of
-from kvpool.protocol.text import duration_text
+from kvpool.protocol.text import duration_text, size_text
 from kvpool.protocol.types import MAX_DRAIN_MS
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.bandwidth import HIT_TOKENS, TIMEOUTS, hit_bytes, hit_cost, measure, shards_of_rank, usual_block
 from kvpool.report.output import seconds_text
-from kvpool.report.quotas import size_text
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
 

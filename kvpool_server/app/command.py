@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from kvpool.client.config import is_loopback, split_address
 from kvpool.protocol.errors import ConfigError
-from kvpool.report.quotas import size_text
+from kvpool.protocol.text import size_text
 from kvpool.transport.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server.keeping import keeper, store

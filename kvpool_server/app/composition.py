@@ -18,7 +18,7 @@ import structlog
 from kvpool.client.config import split_address
 from kvpool.client.tracing import SERVER_SERVICE, Tracing
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, TransferError
-from kvpool.report.quotas import beyond_memory, parse_quota
+from kvpool.protocol.text import beyond_memory, parse_quota
 from kvpool.transport.mooncake_engine import Engine
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool.report.quotas import size_text
+from kvpool.protocol.text import size_text
 from kvpool_server.cache.arena import Arena, Extent
 from kvpool_server.cache.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain
 from kvpool_server.cache.entry import Entry, Group

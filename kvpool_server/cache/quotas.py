@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.text import size_text
 from kvpool.protocol.types import Quota
-from kvpool.report.quotas import size_text
 from kvpool_server.cache.arena import Arena
 from kvpool_server.cache.eviction.partitions import Account
 

@@ -21,7 +21,7 @@ import grpc
 
 from kvpool.protocol.errors import BusyError, InvalidRequestError
 from kvpool.protocol.pieces import MESSAGE_BYTES
-from kvpool.report.quotas import size_text
+from kvpool.protocol.text import size_text
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
 from kvpool_server.rpc.turns import when_ended

@@ -12,8 +12,8 @@ import structlog
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError, UnavailableError
+from kvpool.protocol.text import beyond_memory
 from kvpool.protocol.types import BlockState, Quota
-from kvpool.report.quotas import beyond_memory
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
 from kvpool_server.cache.departures import EvictedFor

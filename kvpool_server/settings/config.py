@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 
 from kvpool.client.config import split_address
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
-from kvpool.report.quotas import parse_quota, parse_size, size_text
+from kvpool.protocol.text import parse_quota, parse_size, size_text
 from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
 from kvpool.transport.unix_socket import check_path
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES

@@ -23,8 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvpool.commands.common import within
-from kvpool.protocol.text import duration_text, printable
-from kvpool.report.quotas import size_text
+from kvpool.protocol.text import duration_text, printable, size_text
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.directory import LOCK_NAME, Directory, DirectoryLock, UntrustedFileError, heartbeat_age_s
 

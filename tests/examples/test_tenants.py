@@ -12,7 +12,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.report.quotas import parse_quota
+from kvpool.protocol.text import parse_quota
 from kvpool.security.tls import TlsFiles
 from tests.conftest import StartServer
 from tests.support.processes import run_command

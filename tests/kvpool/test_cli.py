@@ -13,8 +13,8 @@ import pytest
 from kvpool.client.client import Namespace
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.text import size_text
 from kvpool.report import judgements
-from kvpool.report.quotas import size_text
 from kvpool.version import __version__
 from tests.conftest import Connect, StartServer
 from tests.kvpool.conftest import Cli, CliAt

@@ -3,8 +3,8 @@
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.text import covers, parse_quota, size_text
 from kvpool.protocol.types import Quota
-from kvpool.report.quotas import covers, parse_quota, size_text
 
 
 @pytest.mark.parametrize(

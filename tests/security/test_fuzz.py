@@ -29,7 +29,7 @@ from google.protobuf.message_factory import GetMessageClass
 from kvpool.client.events import Subscriber
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError
-from kvpool.report.quotas import parse_quota
+from kvpool.protocol.text import parse_quota
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token, parse_lifetime, read_records
 from kvpool.transport.data_port import Header, Kind, Signer, pack_offsets
