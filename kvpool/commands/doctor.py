@@ -17,9 +17,8 @@ from kvpool.commands import common, doctor_checks
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
 from kvpool.report.bandwidth import TIMEOUTS
-from kvpool.report.finding import Finding, Level, error, info, warning
 from kvpool.report.judgements import judge_twice
-from kvpool.report.output import print_findings
+from kvpool.report.output import Finding, Level, error, info, print_findings, warning
 from kvpool.transport.unix_socket import socket_path
 
 DEADLINE_S = 10.0

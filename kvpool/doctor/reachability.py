@@ -18,8 +18,8 @@ from kvpool.protocol import replies
 from kvpool.protocol.namespace import OWN, Release
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.bandwidth import measure, usual_block
-from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.report.judgements import certificate_end
+from kvpool.report.output import Finding, error, ok, warning
 from kvpool.security.files import read_pem
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.unix_socket import socket_path

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.protocol.text import duration_text, escaped, size_text
-from kvpool.report.finding import Finding, error, info, ok, warning
+from kvpool.report.output import Finding, error, info, ok, warning
 from kvpool.v1 import pool_pb2 as pb
 
 RECENT_S = 600.0

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.report.finding import Finding, Level, notes, problems
 from kvpool.report.judgements import RECENT_S, UNKNOWN, Window, judge_twice, judgements, window_of
+from kvpool.report.output import Finding, Level, notes, problems
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 
