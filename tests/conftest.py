@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.pieces import PiecedChannel
+from kvpool.protocol.messages import PiecedChannel
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.effort import EFFORT
 from tests.support.processes import ServerProcess

@@ -26,7 +26,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError
-from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
+from kvpool.protocol.messages import MESSAGE_BYTES, pieces
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.wire import NAME_KEY, SERVICE_NAME
 from kvpool.v1 import pool_pb2 as pb

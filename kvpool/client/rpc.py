@@ -29,8 +29,8 @@ from kvpool.protocol.errors import (
     LeaseExpiredError,
     UnavailableError,
 )
+from kvpool.protocol.messages import PiecedChannel
 from kvpool.protocol.namespace import OWN, GroupSpec, NamespaceSpec, check_skew
-from kvpool.protocol.pieces import PiecedChannel
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.types import (
     HASH_BYTES,

@@ -1,15 +1,18 @@
-"""Replies to operators' calls, checked and as JSON by two walks over any message. No field has a check of its own.
+"""Messages of any type: requests are sent in pieces, replies to operators' calls are checked, and shown as JSON.
+
+Messages to a server are small, so that it bounds what a caller can make it buffer.
 
 A server may be broken, hostile or of another release. `checked` bounds what a reply holds, by the type of each field,
-and escapes text, which ends up in logs and on terminals. Time is in proportion to `MAX_PARTS`, never to what a reply
-claims; the size of a reply that is parsed at all is bounded by `METHOD_LIMITS`.
+and escapes text, which ends up in logs and on terminals. No field has a check of its own. Time is in proportion to
+`MAX_PARTS`, never to what a reply claims; the size of a reply that is parsed at all is bounded by `METHOD_LIMITS`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -19,6 +22,8 @@ from kvpool.protocol.errors import InvalidReplyError
 from kvpool.protocol.text import escaped
 from kvpool.protocol.types import HASH_BYTES, MAX_DRAIN_MS
 
+MESSAGE_BYTES = 128 << 10
+"""Largest message to a server: 4,000 blocks. One of so many bytes is a piece of a request, whose next piece follows."""
 MAX_PARTS = 500_000
 """Elements of all lists and maps of one reply together."""
 MAX_ELEMENTS = 4_096
@@ -35,6 +40,7 @@ _MOST = {"http_port": 65_535, "hit_ratio": 1, "hit_ratio_with_tiers": 1, "remain
 """Numbers with a bound below that of their type, by name."""
 
 _M = TypeVar("_M", bound=Message)
+_Encode = Callable[[Any], bytes]
 
 
 def checked(reply: _M) -> _M:
@@ -142,3 +148,58 @@ def fields_of(message: Message, text: Callable[[str], str] = str) -> dict[str, A
         else:
             found[field.name] = [plain(each) for each in value]
     return found
+
+
+def pieces(request: bytes) -> Iterator[bytes]:
+    """The messages of an encoded request. The last one is shorter than `MESSAGE_BYTES`, and may be empty."""
+    for at in range(0, len(request) + 1, MESSAGE_BYTES):
+        yield request[at : at + MESSAGE_BYTES]
+
+
+class PiecedChannel:
+    """The methods of a `grpc.Channel` that stubs call; requests travel in pieces.
+
+    Streams of requests and replies are left as they are.
+    """
+
+    def __init__(self, channel: Any):
+        self.unary_unary = partial(_bind, channel.unary_unary, channel.stream_unary)
+        self.unary_stream = partial(_bind, channel.unary_stream, channel.stream_stream)
+        self.stream_unary = partial(_bind, None, channel.stream_unary)
+        self.stream_stream = channel.stream_stream
+
+
+def _bind(
+    one: Any, many: Any, path: str, request_serializer: _Encode, response_deserializer: Any, **options: Any
+) -> _Method:
+    """The method at `path`, by a channel's way to send one message (None: not needed) and its way to send many."""
+    ways = (each and each(path, None, response_deserializer, **options) for each in (one, many))
+    return _Method(request_serializer, *ways)
+
+
+class _Method:
+    """A method, with the ways to call it that clients use.
+
+    Args:
+        encode: a request as bytes.
+        one: takes a request in one message; None: requests come as a stream.
+        many: takes the pieces of requests.
+    """
+
+    def __init__(self, encode: _Encode, one: Any, many: Any):
+        self._encode, self._one, self._many = encode, one, many
+
+    def __call__(self, request: Any, **options: Any) -> Any:
+        method, sent = self._prepared(request)
+        return method(sent, **options)
+
+    def future(self, request: Any, **options: Any) -> Any:
+        method, sent = self._prepared(request)
+        return method.future(sent, **options)
+
+    def _prepared(self, request: Any) -> tuple[Any, Any]:
+        """What to call, and with what."""
+        if self._one is None:
+            return self._many, (piece for each in request for piece in pieces(self._encode(each)))
+        encoded = self._encode(request)
+        return (self._one, encoded) if len(encoded) < MESSAGE_BYTES else (self._many, pieces(encoded))

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import PoolTimeoutError, TransferError
-from kvpool.protocol.pieces import PiecedChannel
+from kvpool.protocol.messages import PiecedChannel
 from kvpool.transport.base import Bytes, Local, Transfer, call_back
 from kvpool.v1 import pool_pb2 as pb
 

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, InvalidRequestError, KVPoolError
-from kvpool.protocol.pieces import MESSAGE_BYTES
+from kvpool.protocol.messages import MESSAGE_BYTES
 from kvpool.protocol.types import HintKind, Slots
 from kvpool.security.principal import Role
 from kvpool.transport.data_port import Kind, Offsets, pack_offsets

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from kvpool.protocol.errors import BusyError, InvalidRequestError
-from kvpool.protocol.pieces import MESSAGE_BYTES
+from kvpool.protocol.messages import MESSAGE_BYTES
 from kvpool.protocol.text import size_text
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER

@@ -19,7 +19,7 @@ import structlog
 from kvpool.protocol import wire
 from kvpool.protocol.errors import ChecksumError, InvalidRequestError
 from kvpool.protocol.hashing import MAX_LOCKED_BYTES, checksum
-from kvpool.protocol.pieces import MESSAGE_BYTES
+from kvpool.protocol.messages import MESSAGE_BYTES
 from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context

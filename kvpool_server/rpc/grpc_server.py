@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, KVPoolError, OutOfSpaceError, PermissionDeniedError, UnauthenticatedError
-from kvpool.protocol.pieces import MESSAGE_BYTES
+from kvpool.protocol.messages import MESSAGE_BYTES
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES, SERVICE_NAME
 from kvpool.security.principal import Role
 from kvpool.transport.unix_socket import SCHEME, grpc_target

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2
 from kvpool.client.tracing import TRACEPARENT, Tracing
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
-from kvpool.protocol.pieces import MESSAGE_BYTES
+from kvpool.protocol.messages import MESSAGE_BYTES
 from kvpool.protocol.types import BlockRun, PutGrant, check_hash
 from kvpool.protocol.wire import SERVICE_NAME
 from kvpool.v1 import pool_pb2 as pb

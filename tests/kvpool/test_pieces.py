@@ -20,7 +20,7 @@ from kvpool.client.rpc import Namespace
 from kvpool.protocol import types
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import checksum
-from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
+from kvpool.protocol.messages import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import BlockRun, Chunk, Located, PoolKey, PutStatus, in_parts, join_located
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.rpc.buffers import MAX_REQUEST_BYTES

@@ -44,8 +44,8 @@ from kvpool.client.rpc import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.hashing import checksum
+from kvpool.protocol.messages import MESSAGE_BYTES, pieces
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import MAX_BATCH_CHUNKS, MAX_RUNS, BlockRun, ShardRange
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role

@@ -25,8 +25,8 @@ from kvpool.protocol.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
+from kvpool.protocol.messages import MESSAGE_BYTES
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
-from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import Quota
 from kvpool.security import files
 from kvpool.security.certificates import Authority

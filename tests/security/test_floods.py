@@ -24,7 +24,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, OutOfSpaceError, TransferError
-from kvpool.protocol.pieces import MESSAGE_BYTES, PiecedChannel
+from kvpool.protocol.messages import MESSAGE_BYTES, PiecedChannel
 from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub

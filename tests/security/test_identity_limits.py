@@ -21,7 +21,7 @@ from kvpool.client.client import Client, Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
 from kvpool.protocol.hashing import checksum
-from kvpool.protocol.pieces import MESSAGE_BYTES
+from kvpool.protocol.messages import MESSAGE_BYTES
 from kvpool.protocol.types import Chunk, PoolKey, ShardRange
 from kvpool.security.principal import Principal, Role
 from kvpool.transport.base import Local, Transfer

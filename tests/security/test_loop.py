@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
+from kvpool.protocol.messages import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.explanations import MAX_ALL_RANGES

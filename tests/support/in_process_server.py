@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
-from kvpool.protocol.pieces import PiecedChannel
+from kvpool.protocol.messages import PiecedChannel
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub

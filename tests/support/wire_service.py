@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from prometheus_client import CollectorRegistry
 
 from kvpool.protocol.errors import UnauthenticatedError
-from kvpool.protocol.pieces import pieces
+from kvpool.protocol.messages import pieces
 from kvpool.security.principal import Principal
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Credential
