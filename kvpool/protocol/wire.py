@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import grpc
 import numpy as np
@@ -167,11 +167,7 @@ class PackedHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._array)
 
-    @overload
-    def __getitem__(self, at: int) -> bytes: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[bytes]: ...
-    def __getitem__(self, at: int | slice) -> bytes | Sequence[bytes]:
+    def __getitem__(self, at: int | slice) -> Any:
         return PackedHashes(self._array[at]) if isinstance(at, slice) else self._array[at].tobytes()
 
     def __iter__(self) -> Iterator[bytes]:
@@ -224,10 +220,7 @@ def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
 
 
 def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
-    groups = tuple(
-        value_of(GroupSpec, group, layer_names=tuple(group.layer_names), layer_formats=tuple(group.layer_formats))
-        for group in message.groups
-    )
+    groups = tuple(value_of(GroupSpec, group) for group in message.groups)
     return value_of(NamespaceSpec, message, groups=groups, extra=tuple(message.extra.items()))
 
 
@@ -308,8 +301,7 @@ def decode_statuses(packed: bytes) -> tuple[PutStatus, ...]:
 
 
 def decode_grant(message: pb.PutStartResponse) -> PutGrant:
-    statuses, offsets = decode_statuses(message.statuses), tuple(message.offsets)
-    return value_of(PutGrant, message, statuses=statuses, offsets=offsets)
+    return value_of(PutGrant, message, statuses=decode_statuses(message.statuses))
 
 
 def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
@@ -317,8 +309,7 @@ def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
 
 
 def decode_located(message: pb.GetResponse) -> Located:
-    present, offsets, checksums = tuple(map(bool, message.present)), tuple(message.offsets), tuple(message.checksums)
-    return value_of(Located, message, present=present, offsets=offsets, checksums=checksums)
+    return value_of(Located, message, present=tuple(map(bool, message.present)))
 
 
 def with_payload(message: Message, field_number: int, payload: memoryview) -> bytes:
@@ -375,9 +366,10 @@ def message_of(value: Any, message_type: type[_M], **others: Any) -> _M:
 
 
 def value_of(value_type: Callable[..., _V], message: Message, **others: Any) -> _V:
-    """The dataclass of a message: `others`, and the fields that both have by the same name."""
+    """The dataclass of a message: `others`, and the fields that both have by the same name, repeated ones as tuples."""
     for name in _shared(value_type, message.DESCRIPTOR).difference(others):
-        others[name] = getattr(message, name)
+        value = getattr(message, name)
+        others[name] = value if isinstance(value, str | bytes | int | float) else tuple(value)
     return value_type(**others)
 
 
