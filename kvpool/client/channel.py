@@ -34,7 +34,7 @@ counts each until some time after its end; it refuses what exceeds them."""
 RETIRE_S = 600.0
 """How long calls of a renewed channel may go on: the longest deadline of a call."""
 
-RETRIES = {
+_RETRIES = {
     "maxAttempts": 5,
     "initialBackoff": "0.1s",  # Where the server does not say how long to wait.
     "maxBackoff": "0.1s",
@@ -44,7 +44,7 @@ RETRIES = {
 """Of a call that a server refuses for now: see BusyError."""
 
 _METHODS = [
-    {"name": [{"service": wire.SERVICE_NAME, "method": name}], "maxResponseMessageBytes": most, "retryPolicy": RETRIES}
+    {"name": [{"service": wire.SERVICE_NAME, "method": name}], "maxResponseMessageBytes": most, "retryPolicy": _RETRIES}
     for name, most in {**METHOD_LIMITS, "": CONTROL_LIMIT}.items()  # Without a name: all other methods.
 ]
 """How large the replies of each method may be; gRPC refuses a larger one before it is read."""
@@ -245,9 +245,9 @@ class Calls:
         finally:
             self._places.give_back()
 
-    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+    def send(self, method: Any, request: Any) -> Any:
         """Starts a call; returns its `grpc.Future`. Waits only while there are `MAX_AT_ONCE` calls."""
-        return self._send(method, request, self._take(timeout_ms))
+        return self._send(method, request, self._take(None))
 
     def send_now(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
         """As `send`; None, and no call, while there are `MAX_AT_ONCE`."""
@@ -262,7 +262,7 @@ class Calls:
             )
         return 1000 * max(0.0, ends_at - time.monotonic())
 
-    def _send(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
+    def _send(self, method: Any, request: Any, timeout_ms: float | None) -> Any:
         """As `send`, for which a place has been taken."""
         try:
             call = self.started(method, request, timeout_ms)

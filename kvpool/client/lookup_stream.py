@@ -1,8 +1,8 @@
 """Lookups over one long-lived gRPC call, which saves the set-up of a call for each.
 
-The first lookup opens a stream, which lives until the server or the client ends it; the next lookup then opens another.
-Lookups that a server leaves unanswered when it ends a stream without an error are sent once more, over the next one: a
-server ends streams from time to time, so that nobody's certificate is trusted for ever.
+A stream lives until the server or the client ends it; the next lookup then opens another. Lookups that a server leaves
+unanswered when it ends a stream without an error are sent once more, over the next one: a server ends streams from time
+to time, so that nobody's certificate is trusted for ever.
 
 A server takes streams with a deadline only, so that a client that stops reading costs it memory for a bounded time. So
 the client renews its stream long before: the old one still answers what was sent.
@@ -62,12 +62,11 @@ class StreamedError(grpc.aio.AioRpcError):
 class StreamedLookup(Future[pb.LookupResponse]):
     """A lookup that was sent: the parts of `grpc.Future` that clients use.
 
-    Callbacks run once the server has answered, even after the deadline, or once the stream has ended, on the thread
-    that finds out. That may be the thread that reads the answers: a callback must not wait for another lookup.
+    Callbacks run once the server has answered, even after the deadline, or once the stream has ended, perhaps on the
+    thread that reads the answers: a callback must not wait for another lookup.
 
     Args:
-        question: called on gRPC's thread, and must not raise. A reply of more than its `max_reply_bytes` is none to
-            this lookup, and is not parsed: its parts may take 60 times its size.
+        question: called on gRPC's thread, and must not raise. A reply of more than its `max_reply_bytes` is not parsed.
     """
 
     def __init__(self, question: LookupQuestion, timeout_s: float):
@@ -107,13 +106,9 @@ class LookupStream:
     def __init__(self, channel: Any):
         self._method = channel.stream_stream(f"/{SERVICE_NAME}/LookupStream", None, None)
         self._channel = channel
-        self._version = self._channel_version
+        self._version = 0
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
-
-    @property
-    def _channel_version(self) -> int:
-        return getattr(self._channel, "version", 0)
 
     def future(self, question: LookupQuestion, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
@@ -148,18 +143,12 @@ class LookupStream:
                 self._stream = _Stream(self._method, self)
                 self._stream.release(lease_ids)
 
-    def release_again(self, lease_ids: Sequence[int]) -> None:
-        """Ends leases that a stream has left unsent, or behind an unanswered lookup. Called by the stream's thread."""
-        with suppress(ValueError):  # The channel is closed.
-            self.release(lease_ids)
-
     def _renew(self) -> None:
-        version = self._channel_version
-        if version != self._version or (self._stream is not None and self._stream.is_old):
-            self._version = version
-            if self._stream is not None:
-                self._stream.finish()
+        version = getattr(self._channel, "version", 0)
+        if self._stream is not None and (version != self._version or time.monotonic() > self._stream.renew_at):
+            self._stream.finish()
             self._stream = None
+        self._version = version
 
     def close(self) -> None:
         """Ends the stream; lookups in flight fail. The next lookup opens another. Idempotent."""
@@ -178,10 +167,11 @@ class _Stream:
     for thousands of blocks, and a thread of the stream reads the replies.
 
     Args:
-        lookups: sends again, over another stream, what the server has not answered.
+        lookups: sends what the server has not answered over another stream.
 
     Attributes:
         has_ended: whether it sends no more requests.
+        renew_at: monotonic seconds; from then on the next lookup opens another stream.
         error: why the stream ended, once it has.
     """
 
@@ -194,7 +184,7 @@ class _Stream:
         self._unanswered: deque[tuple[bool, list[int]]] = deque(maxlen=MAX_UNSENT)
         """Of each message that was sent after the last one with an answer: whether it asks, and what it releases."""
         self._in_pieces: set[StreamedLookup] = set()  # Those that wait for an answer, and were several messages here.
-        self._renew_at = time.monotonic() + RENEW_S
+        self.renew_at = time.monotonic() + RENEW_S
         self.has_ended = self._is_closed = False
         self.error: StreamedError | KVPoolError = StreamedError(
             grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups"
@@ -226,10 +216,6 @@ class _Stream:
         if is_first:
             self._unsent.put("release")
         return True
-
-    @property
-    def is_old(self) -> bool:
-        return time.monotonic() > self._renew_at
 
     def finish(self) -> None:
         """Sends no more than what is queued; does not wait. The stream ends with the last answer."""
@@ -292,7 +278,8 @@ class _Stream:
                 else:
                     lookup.set_exception(self.error)
             if has_ended_well and unreleased and not self._is_closed:
-                self._lookups.release_again(unreleased)
+                with suppress(ValueError):  # The channel is closed.
+                    self._lookups.release(unreleased)
 
     def _end_next(self, reply: bytes) -> bool:
         """Ends the oldest lookup with its reply.
