@@ -1,5 +1,5 @@
-"""Calls beside those of engines: operators' calls, of which `kvpool` (the command) is made, hints for the blocks of a
-namespace, and puts and gets whose bytes travel inside the call.
+"""Calls beside those of engines: those of operators and of the command `kvpool`, hints, and puts and gets whose bytes
+travel inside the call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FRAME_BYTES = 8
 class Admin:
     """Operators' calls, on a client's connection. Thread-safe.
 
-    Answers are messages of the contract, with the fields that `kvpool/v1/pool.proto` explains. Their numbers are in
-    bounds, and their texts can be printed: characters that cannot be are escaped.
+    Answers are messages of the contract, whose fields `kvpool/v1/pool.proto` explains. Their numbers are in bounds, and
+    what cannot be printed in their texts is escaped.
 
     Raises (every method): UnavailableError, PoolTimeoutError, InvalidReplyError, and what its docstring names.
     """
@@ -58,12 +58,10 @@ class Admin:
     def namespaces(self, *, holdings: bool = True) -> list[pb.NamespaceInfo]:
         """Every open namespace, in the order of their opening.
 
-        Args:
-            holdings: False omits what each one holds, for which the server would visit every entry.
+        Without `holdings`, what each one holds is omitted, for which the server would visit every entry.
         """
         request = pb.ListNamespacesRequest(without_holdings=not holdings)
-        reply = self._rpc.call(self._rpc.stub.ListNamespaces, request)
-        return replies.namespaces(reply)
+        return replies.namespaces(self._rpc.call(self._rpc.stub.ListNamespaces, request))
 
     def value(self) -> pb.ValueResponse:
         """What smaller and larger arenas would hit: of the caller's tenant, or of all for an operator."""
@@ -85,20 +83,16 @@ class Admin:
     def set_quotas(self, quotas: Iterable[Quota | pb.Quota]) -> list[pb.Quota]:
         """Sets quotas, and deletes those of 0 bytes; returns all quotas after that.
 
-        Blocks beyond a subject's new quota are evicted at once, except leased ones and those being written.
-
-        Raises InvalidRequestError if one of the quotas is invalid; none is set.
+        Blocks beyond a subject's new quota are evicted at once, except leased ones and those being written. Raises
+        InvalidRequestError if one of the quotas is invalid; none is set.
         """
         request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
         return list(checked(self._rpc.call(self._rpc.stub.SetQuotas, request)).quotas)
 
     def ledger(self, since: int, until: int = 0) -> pb.LedgerResponse:
-        """The ledger of hours that end after `since` and begin before `until`, in Unix time; 0: now.
-
-        The server answers in parts; the returned message has the rows of all parts.
-        """
+        """The ledger of hours that end after `since` and begin before `until`, in Unix time; 0: now."""
         whole = pb.LedgerResponse()
-        for _ in range(MAX_PARTS):
+        for _ in range(MAX_PARTS):  # The server answers in parts.
             request = pb.LedgerRequest(since=since, until=until)
             part = checked(self._rpc.call(self._rpc.stub.Ledger, request))
             whole.MergeFrom(part)
@@ -121,8 +115,7 @@ class Admin:
     def drain(self, deadline_ms: int = 0, boot_token: int = 0) -> pb.DrainResponse:
         """Takes the server out of service, and says how far the drain is; further calls say it again.
 
-        The server refuses new leases and tickets from now on, lets the live ones end, writes what its tiers lack, and
-        stops.
+        The server refuses new leases and tickets, lets the live ones end, writes what its tiers lack, and stops.
 
         Args:
             deadline_ms: until the server stops, whatever is unfinished then, at most `MAX_DRAIN_MS`; 0: the server's
@@ -181,36 +174,28 @@ class Hints:
         self._rpc = rpc
 
     def pin(self, namespace: Namespace, runs: Sequence[BlockRun], seconds: int) -> pb.HintResponse:
-        """Has the stored blocks of a prefix evicted after all that are not pinned.
+        """Has the stored blocks of a prefix evicted after all that are not pinned, for a day at most.
 
-        Args:
-            seconds: how long, 1 or more; the server cuts it to a day. A pin that ends later stays as it is.
+        A pin that ends later stays as it is.
         """
-        return self._hint(namespace, runs, HintKind.PIN, max(1, seconds))
+        return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), HintKind.PIN, max(1, seconds))
 
     def unpin(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Ends the pins of a prefix, from its end to where other stored prefixes branch off."""
-        return self._hint(namespace, runs, HintKind.PIN)
+        return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), HintKind.PIN)
 
     def expire(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
-        """Has the blocks of a prefix evicted before all others, until they are used again.
-
-        From its end to where other stored prefixes branch off, or to a pinned block.
-        """
-        return self._hint(namespace, runs, HintKind.EXPIRE)
+        """Has the blocks of a prefix evicted before all others, until they are used again: from its end to where other
+        stored prefixes branch off, or to a pinned block."""
+        return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), HintKind.EXPIRE)
 
     def prefetch(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Has the server bring the blocks of a prefix up from its tiers; does not wait until they are up.
 
-        The server refuses more than one run a group. Repeat the call to learn how far the server has come. Raises
-        OutOfSpaceError if too many prefetches are under way.
+        Give one run a group. Repeat the call to learn how far the server has come. Raises OutOfSpaceError if too many
+        prefetches are under way.
         """
-        return self._hint(namespace, runs, HintKind.PREFETCH)
-
-    def _hint(
-        self, namespace: Namespace, runs: Sequence[BlockRun], kind: HintKind, pin_seconds: int = 0
-    ) -> pb.HintResponse:
-        return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), kind, pin_seconds)
+        return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), HintKind.PREFETCH)
 
 
 class InlineChunks:
@@ -227,9 +212,8 @@ class InlineChunks:
             InvalidReplyError: the answer is not of these chunks.
             OutOfSpaceError: no room.
         """
-        reply = self._rpc.call(
-            self._rpc.stub.PutChunks, _messages(map(self._named, chunks)), self._rpc.config.data_timeout_ms
-        )
+        named = _messages(map(self._named, chunks))
+        reply = self._rpc.call(self._rpc.stub.PutChunks, named, self._rpc.config.data_timeout_ms)
         return replies.put_statuses(reply, len(chunks))
 
     def get(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
