@@ -40,7 +40,6 @@ _MOST = {"http_port": 65_535, "hit_ratio": 1, "hit_ratio_with_tiers": 1, "remain
 """Numbers with a bound below that of their type, by name."""
 
 _M = TypeVar("_M", bound=Message)
-_Encode = Callable[[Any], bytes]
 
 
 def checked(reply: _M) -> _M:
@@ -163,31 +162,26 @@ class PiecedChannel:
     """
 
     def __init__(self, channel: Any):
-        self.unary_unary = partial(_bind, channel.unary_unary, channel.stream_unary)
-        self.unary_stream = partial(_bind, channel.unary_stream, channel.stream_stream)
-        self.stream_unary = partial(_bind, None, channel.stream_unary)
+        self.unary_unary = partial(_Method, channel.unary_unary, channel.stream_unary)
+        self.unary_stream = partial(_Method, channel.unary_stream, channel.stream_stream)
+        self.stream_unary = partial(_Method, None, channel.stream_unary)
         self.stream_stream = channel.stream_stream
-
-
-def _bind(
-    one: Any, many: Any, path: str, request_serializer: _Encode, response_deserializer: Any, **options: Any
-) -> _Method:
-    """The method at `path`, by a channel's way to send one message (None: not needed) and its way to send many."""
-    ways = (each and each(path, None, response_deserializer, **options) for each in (one, many))
-    return _Method(request_serializer, *ways)
 
 
 class _Method:
     """A method, with the ways to call it that clients use.
 
     Args:
-        encode: a request as bytes.
-        one: takes a request in one message; None: requests come as a stream.
-        many: takes the pieces of requests.
+        one: the channel's way to send a request in one message; None: requests come as a stream.
+        many: its way to send the pieces of requests.
     """
 
-    def __init__(self, encode: _Encode, one: Any, many: Any):
-        self._encode, self._one, self._many = encode, one, many
+    def __init__(
+        self, one: Any, many: Any, path: str, request_serializer: Any, response_deserializer: Any, **options: Any
+    ):
+        self._encode = request_serializer
+        self._one = one and one(path, None, response_deserializer, **options)
+        self._many = many(path, None, response_deserializer, **options)
 
     def __call__(self, request: Any, **options: Any) -> Any:
         method, sent = self._prepared(request)
