@@ -52,12 +52,7 @@ from kvpool.transport.base import BATCH_BYTES, Transfer
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of each block of a put.
-
-    Args:
-        statuses: one a block, in the order of the runs.
-        nbytes: payload bytes that were written.
-    """
+    """What became of a put: one status a block, in the order of the runs, and the payload bytes that were written."""
 
     statuses: tuple[PutStatus, ...]
     receipt: PutReceipt
@@ -68,7 +63,6 @@ class Client:
     """A connection to one server.
 
     Args:
-        config: where the server is, and the deadlines.
         rpc: the connection; by default a new one to `config.endpoint`. The client closes it.
         choose: attaches to what a server offers.
 
@@ -208,13 +202,10 @@ class Client:
     def put_blocks(
         self, namespace: Namespace, run: BlockRun, payloads: Sequence[Any], *, shards: ShardRange | None = None
     ) -> PutResult:
-        """Stores blocks from existing bytes.
+        """Stores blocks from existing bytes: one payload a block of `run`, bytes or uint8 arrays of exactly
+        shards.count * chunk_bytes.
 
-        Args:
-            payloads: one a block of `run`: bytes or uint8 arrays of exactly shards.count * chunk_bytes.
-
-        Raises:
-            InvalidRequestError: a payload has another size or type; otherwise as `put`.
+        Raises InvalidRequestError if a payload has another size or type; otherwise as `put`.
         """
         group = namespace.group(run.group_idx)
         expected = (shards.count if shards else group.num_shards) * group.chunk_bytes
@@ -225,7 +216,6 @@ class Client:
             if block.nbytes != expected or block.dtype != np.uint8:
                 found = f"{block.nbytes} bytes of {block.dtype}"
                 raise InvalidRequestError(f"payload {idx} has {found}; the group's blocks have {expected} of uint8")
-
         return self.put(namespace, [run], InPlace(blocks), shards=shards)
 
     def get(

@@ -19,8 +19,7 @@ from kvpool.security.curve import SubscriberKeys
 END_SEQ = (1 << 64) - 1
 CLEARED = "AllBlocksCleared"
 MAX_FRAME_BYTES = 4 << 20
-"""Largest frame that is received; a server's message is about 4,096 blocks at most. ZeroMQ
-hangs up on a larger one for good."""
+"""Largest frame: a server's message is about 4,096 blocks at most. ZeroMQ hangs up on a larger one for good."""
 MAX_QUEUED_MESSAGES = 1_000
 """Most messages that wait to be received. More wait at the server, which drops some at last: a gap that is noticed."""
 MAX_REPLAY_BYTES = 1 << 30
@@ -34,7 +33,6 @@ class EventMessage:
 
     Args:
         topic: TOPIC@FINGERPRINT@MODEL; TOPIC@@ for a message about all namespaces.
-        seq: its number.
         ts: when the server made it, seconds since the epoch.
         events: in order, each a map with its "type".
         nbytes: as received.
@@ -48,7 +46,7 @@ class EventMessage:
 
 
 class Subscriber:
-    """See the module. Begins with a snapshot if it has a replay endpoint, else with the next message.
+    """Receives a server's KV events, from a snapshot on if it has a replay endpoint, else from the next message on.
 
     Args:
         endpoint: the server's --kv-events.
@@ -107,10 +105,7 @@ class Subscriber:
         return messages
 
     def replay(self, start_seq: int) -> list[EventMessage]:
-        """Requests all messages from `start_seq` on, and counts them as received. 0 requests a snapshot.
-
-        Raises as `receive`.
-        """
+        """Requests, and counts as received, all messages from `start_seq` on; 0: a snapshot. Raises as `receive`."""
         messages: list[EventMessage] = []
         room, ends_at = MAX_REPLAY_BYTES, time.monotonic() + MAX_REPLAY_S
         with self._context.socket(zmq.DEALER) as dealer:

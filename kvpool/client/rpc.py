@@ -55,8 +55,6 @@ class Namespace:
     """An open namespace, valid for one boot of the server.
 
     Args:
-        fingerprint: its name, `HASH_BYTES`.
-        transport: how its bytes travel.
         max_batch_blocks: most blocks of one request; a lookup may have more, and a get is split.
         arena_bytes: bound of every region.
     """
@@ -133,7 +131,7 @@ class PoolRpc(Calls):
 
     Args:
         stub: the Pool service's methods.
-        lookups: sends the requests of `LookupQuestion`s, and leases to release; answers come in the order of the calls.
+        lookups: sends the requests of `LookupQuestion`s, and leases to release.
         channel: carries both; closed with this object.
 
     Raises ConfigError if `config.name_key_file` cannot be used.

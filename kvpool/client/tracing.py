@@ -77,11 +77,10 @@ class Tracing:
     def start(
         self, name: str, parent: str = "", attributes: Attributes | None = None, *, kind: str = "INTERNAL"
     ) -> Any:
-        """Starts a span; `end` it.
+        """Starts a span of a kind, "INTERNAL", "CLIENT" or "SERVER"; `end` it.
 
         Args:
             parent: traceparent; empty: the span that is current on this thread or task, or none.
-            kind: "INTERNAL", "CLIENT" or "SERVER".
         """
         context = self._propagator.extract({TRACEPARENT: parent}) if valid_traceparent(parent) else None
         return self._tracer.start_span(
@@ -133,10 +132,7 @@ def tracing_of(config: ClientConfig) -> Tracing | None:
 
 
 def _own_ids() -> Any:
-    """A generator of ids for spans that nobody's seed repeats.
-
-    The SDK's own asks Python's `random`, which vLLM seeds alike in each engine: their spans would have the same ids.
-    """
+    """A generator of spans' ids. The SDK's own asks Python's `random`, which vLLM seeds alike in each engine."""
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class OwnIds(RandomIdGenerator):

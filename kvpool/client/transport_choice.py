@@ -1,8 +1,4 @@
-"""Which of the transports that a server offers a client uses, and why.
-
-A new transport needs a function here that attaches to it, a line in `CANDIDATES`, and its name in
-`kvpool.client.config.TRANSPORTS`.
-"""
+"""Which of the transports that a server offers a client uses, and why."""
 
 from __future__ import annotations
 
@@ -31,21 +27,18 @@ from kvpool.v1 import pool_pb2 as pb
 
 PROVE_S = 3.0
 """Least time for a data port to send its greeting: a client that gives up uses gRPC for a while."""
-
 KEPT_S = 4.0
 """How long memory that outlives its server stays mapped without a server. A server that makes new memory waits longer
 than this for the memory of the last one."""
-
 RETRY_S = (10.0, 320.0)
 """Time until a client that fell back to gRPC tries the faster transports again: at first, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A transport, and why the client uses it.
+    """A transport, with its name and peer for logs.
 
     Args:
-        route: the transport's name and its peer, for logs.
         why: the setting, or why the faster transports cannot be used.
         is_fallback: True if bytes travel through gRPC although a faster transport was to be used.
     """
@@ -168,10 +161,6 @@ _BY_HOST = frozenset({"mooncake", "tcp"})
 
 class Attachment:
     """The transport of one boot of the server, which all namespaces of a client share. Thread-safe.
-
-    Args:
-        choose: attaches to what a server offers.
-        clock: monotonic seconds.
 
     Attributes:
         choice: the transport in use, and why; None while detached.

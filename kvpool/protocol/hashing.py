@@ -1,8 +1,4 @@
-"""Block hashes and checksums. Two hashes, two jobs: SHA-256 names content, xxh3 guards payloads.
-
-`block_hashes` computes the names vLLM computes with `--prefix-caching-hash-algo sha256_cbor`, for clients that are not
-vLLM: a router, a warm-up job, a test.
-"""
+"""Block hashes and checksums. Two hashes, two jobs: SHA-256 names content, xxh3 guards payloads."""
 
 from __future__ import annotations
 
@@ -32,7 +28,9 @@ def block_hashes(
     seed: str = DEFAULT_SEED,
     extra_keys: Sequence[tuple[Any, ...] | None] = (),
 ) -> list[bytes]:
-    """Chained hashes of the full blocks of a token sequence.
+    """Chained hashes of the full blocks of a token sequence, for clients that are not vLLM: a router, a test.
+
+    They are the names that vLLM computes with `--prefix-caching-hash-algo sha256_cbor`.
 
     Args:
         token_ids: the tokens; a last, partly filled block has no hash.

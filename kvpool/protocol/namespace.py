@@ -98,7 +98,6 @@ class NamespaceSpec:
         model: name or path as served. A label only where `weights_digest` is set.
         revision: the model's commit. A label only where `weights_digest` is set.
         groups: in the engine's order; `group_idx` counts them from 0.
-        weights_digest: digest of the weights, where it is known.
         weights_epoch: free text; change it and no block stored before is read again.
         page_format: how one KV head's page is packed, where a platform packs its own.
         pipeline_stage: whose layers the groups have; each stage has a namespace of its own.
@@ -153,9 +152,9 @@ class NamespaceSpec:
         return hashlib.sha256(text.encode()).digest()
 
     def listed(self) -> NamespaceSpec:
-        """The spec as servers list it: each secret that is set is replaced by the first digits of its SHA-256.
+        """The spec as servers list it, to be compared: each secret is replaced by the first digits of its SHA-256.
 
-        So people can compare two listed specs, and an engine its own with a listed one. Its fingerprint is another.
+        Its fingerprint is another.
         """
         return dataclasses.replace(self, salt=_digest_of(self.salt), hash_seed=_digest_of(self.hash_seed))
 
@@ -244,7 +243,7 @@ class Release:
 
     Args:
         version: for people; empty: unknown.
-        protocol: `kvpool.version.PROTOCOL`; 0: from before protocols were exchanged.
+        protocol: 0: from before protocols were exchanged.
     """
 
     version: str

@@ -3,9 +3,7 @@
 A server may be broken, hostile or of another release. So every function here checks a reply before `wire.py`
 decodes the reply, and raises InvalidReplyError, which names the field, its value and its bound. Time and memory are in
 proportion to what was asked, never to what a reply claims; the size of a reply that is parsed at all is bounded by
-`LookupQuestion.max_reply_bytes` and by `METHOD_LIMITS`.
-
-Text of a server is cut and escaped, since it ends up in logs and on terminals.
+`LookupQuestion.max_reply_bytes` and by `METHOD_LIMITS`. Text is cut and escaped for logs and terminals.
 """
 
 from __future__ import annotations
@@ -88,9 +86,6 @@ def _permit(permit: bytes) -> None:
         _is("permit's size", len(permit), PERMIT_BYTES)
 
 
-# Ping and OpenNamespace
-
-
 def ping(reply: pb.PingResponse) -> pb.PingResponse:
     """The server's version and age. `offer` checks the transports."""
     _text("version", reply.version, 64)
@@ -143,15 +138,11 @@ def arena_bytes(offered: pb.OpenNamespaceResponse | pb.PingResponse) -> int:
     return min(offered.segment.nbytes or MAX_ARENA_BYTES, offered.mooncake.nbytes or MAX_ARENA_BYTES)
 
 
-# Lookup
-
-
 @dataclass(frozen=True, slots=True)
 class LookupQuestion:
     """A lookup, which makes its request and bounds its answer.
 
     Args:
-        fingerprint, groups: of the namespace.
         arena_bytes: see the function of that name.
         lease_ttl_ms: 0: without a lease.
         prefix_only, locate, explain: see `Client.lookup`.
@@ -266,9 +257,6 @@ def existence(reply: pb.ExistsResponse, runs: Sequence[BlockRun]) -> Existence:
     return Existence(wire.decode_hits(reply.hits), reply.usable_tokens, reply.load_seconds)
 
 
-# Put and get
-
-
 def grant(reply: pb.PutStartResponse, num_blocks: int, region_bytes: int, arena: int, ticket_ttl_ms: int) -> PutGrant:
     """Of `num_blocks` blocks with regions of `region_bytes`, in an arena of `arena` bytes."""
     _statuses(reply.statuses, num_blocks)
@@ -311,9 +299,6 @@ def count(field_name: str, value: int, most: int) -> int:
     """A number of things, of `most` that were named."""
     _in(field_name, value, 0, most)
     return value
-
-
-# Inline chunks
 
 
 def put_statuses(reply: pb.PutChunksResponse, num_chunks: int) -> tuple[PutStatus, ...]:

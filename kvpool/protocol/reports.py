@@ -1,7 +1,6 @@
 """What engines report to the server, what a server keeps of it by the hour, and how the server itself is doing.
 
-All counts of a `ServerStats` message grow from the server's start. The rates and quantiles of an interval are those of
-the difference of two snapshots of one run: `since`.
+All counts of a `ServerStats` message grow from the server's start; an interval's are the difference of two: `since`.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ _USED = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
 
 
 class Cause(enum.Enum):
-    """What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total`, and of what
-    engines report; with a sentence for the docs.
-    """
+    """What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total` and of
+    engines' reports, with a sentence for the docs."""
 
     LAST_BLOCK = (
         "last_block",

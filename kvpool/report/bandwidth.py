@@ -48,10 +48,8 @@ REMOVE_TIMEOUT_MS = 20_000
 
 
 def shards_of_rank(group: GroupSpec, tp_size: int) -> ShardRange:
-    """The shards of a block that the first of `tp_size` ranks loads.
-
-    Raises InvalidRequestError if the group's blocks cannot be divided over so many ranks.
-    """
+    """The shards of a block that the first of `tp_size` ranks loads. Raises InvalidRequestError if so many cannot share
+    the group's blocks."""
     # Without heads to cut along, each rank has one shard of its own.
     replicas = max(1, tp_size // group.num_kv_heads) if group.num_kv_heads else 1
     count, rest = divmod(group.num_shards * replicas, tp_size)
@@ -79,8 +77,7 @@ def hit_cost(
 ) -> dict[str, Any]:
     """What a hit of `HIT_TOKENS` costs one of `tp_size` ranks, its lookup included: the field `hit` of `measure`.
 
-    Args:
-        prefill: tokens that the engine prefills a second; None: unknown, so that nothing says what a hit saves.
+    With `prefill`, the tokens that the engine prefills a second, also what the hit saves.
     """
     groups = decode_spec(namespace.spec).groups
     nbytes = sum(hit_bytes(group, tp_size) for group in groups)
