@@ -217,23 +217,22 @@ def differences(ours: NamespaceSpec, theirs: NamespaceSpec) -> list[Difference]:
     """Every field of their identities in which two specs differ, by dotted path (`groups[0].chunk_bytes`)."""
     found: list[Difference] = []
     are_labels = bool(ours.weights_digest and theirs.weights_digest)
-    for spec_field in dataclasses.fields(NamespaceSpec):
-        if are_labels and spec_field.name in _LABELS:
+    for name, a in _fields_of(ours).items():
+        b = getattr(theirs, name)
+        if are_labels and name in _LABELS:
             continue
-        a, b = getattr(ours, spec_field.name), getattr(theirs, spec_field.name)
-        if spec_field.name == "groups" and len(a) == len(b):
-            for idx, (group_a, group_b) in enumerate(zip(a, b, strict=True)):
-                for group_field in dataclasses.fields(GroupSpec):
-                    x, y = getattr(group_a, group_field.name), getattr(group_b, group_field.name)
-                    if x != y:
-                        found.append(Difference(f"groups[{idx}].{group_field.name}", x, y))
-        elif spec_field.name == "extra":
+        if name == "groups" and len(a) == len(b):
+            pairs = [
+                (f"groups[{idx}].{key}", value, getattr(other, key))
+                for idx, (one, other) in enumerate(zip(a, b, strict=True))
+                for key, value in _fields_of(one).items()
+            ]
+        elif name == "extra":
             mine, yours = dict(a), dict(b)
-            for key in sorted(mine.keys() | yours.keys()):
-                if mine.get(key) != yours.get(key):
-                    found.append(Difference(f"extra[{key!r}]", mine.get(key), yours.get(key)))
-        elif a != b:
-            found.append(Difference(spec_field.name, a, b))
+            pairs = [(f"extra[{key!r}]", mine.get(key), yours.get(key)) for key in sorted(mine.keys() | yours.keys())]
+        else:
+            pairs = [(name, a, b)]
+        found += [Difference(path, x, y) for path, x, y in pairs if x != y]
     return found
 
 
