@@ -175,7 +175,7 @@ class Admission:
         if boundary > local and not ((is_admitted or self._budget.may_begin) and self._loads.has_room(request)):
             if self._budget.may_wait(local):
                 return None
-            boundary = self._compute(request, local, Cause.WAITING)
+            boundary = self._compute(request, local, Cause.TOO_MANY_WAITING)
         if boundary == local:
             self._loads.stop_waiting(request.request_id)
         return boundary - local
@@ -230,7 +230,7 @@ class Admission:
         if self._budget.may_wait(local, is_lookup=True):
             self.asking[request.request_id] = local
             return None
-        return self._compute(request, local, Cause.WAITING)
+        return self._compute(request, local, Cause.TOO_MANY_WAITING)
 
     # A candidate
 

@@ -133,7 +133,7 @@ def too_many_others_wait(one: Core, patch: pytest.MonkeyPatch) -> None:
         (loading_is_slow, {Cause.DECLINED: blocks(4), Cause.NEVER_STORED: blocks(2)}),
         (answers_are_late, {Cause.LOOKUP_FAILED: HIT}),
         (lambda one, _: lose_pool(one), {Cause.POOL_AWAY: HIT}),
-        (too_many_others_wait, {Cause.WAITING: HIT}),
+        (too_many_others_wait, {Cause.TOO_MANY_WAITING: HIT}),
         (lambda one, patch: patch.setattr(one.side.stages, "disagree", True), {Cause.SHARING_OFF: HIT}),
         (lambda one, patch: patch.setattr(one.side, "_reads", False), {Cause.NOT_ASKED: HIT}),
     ],
