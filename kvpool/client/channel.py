@@ -125,7 +125,7 @@ class RenewedChannel:
         self._token = token
         self._lock = threading.Lock()
         self._is_closed = False
-        self._retired: list[tuple[float, grpc.Channel]] = []
+        self._retired: deque[tuple[float, grpc.Channel]] = deque()
         self._version = identity.version
         self._current = make()
 
@@ -141,9 +141,8 @@ class RenewedChannel:
         with self._lock:
             if self._identity.version != self._version and not self._is_closed:
                 now = time.monotonic()
-                for _, channel in (each for each in self._retired if each[0] <= now):
-                    channel.close()
-                self._retired = [each for each in self._retired if each[0] > now]
+                while self._retired and self._retired[0][0] <= now:
+                    self._retired.popleft()[1].close()
                 self._retired.append((now + RETIRE_S, self._current))
                 self._current, self._version = self._make(), self._identity.version
             return self._current
@@ -171,9 +170,8 @@ class RenewedChannel:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for _, channel in self._retired:
-                channel.close()
-            self._retired = []
+            while self._retired:
+                self._retired.popleft()[1].close()
             self._current.close()
 
 
