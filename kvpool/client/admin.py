@@ -207,10 +207,8 @@ class InlineChunks:
     def put(self, chunks: Sequence[Chunk]) -> tuple[PutStatus, ...]:
         """Stores chunks; returns one status a chunk.
 
-        Raises:
-            InvalidRequestError, ChecksumError: a chunk is malformed, or differs from its checksum.
-            InvalidReplyError: the answer is not of these chunks.
-            OutOfSpaceError: no room.
+        Raises InvalidRequestError or ChecksumError for a chunk that is malformed or differs from its checksum,
+        InvalidReplyError for an answer that is not of these chunks, and OutOfSpaceError.
         """
         named = _messages(map(self._named, chunks))
         reply = self._rpc.call(self._rpc.stub.PutChunks, named, self._rpc.config.data_timeout_ms)

@@ -320,10 +320,7 @@ class Client:
     def get_blocks(
         self, namespace: Namespace, lease_id: int, run: BlockRun, *, shards: ShardRange | None = None
     ) -> list[npt.NDArray[np.uint8] | None]:
-        """Copies of leased blocks, verified: uint8 [shards.count * chunk_bytes] each; None for blocks that are gone.
-
-        Raises as `get`.
-        """
+        """As `get`, into new arrays: uint8 [shards.count * chunk_bytes] each; None for blocks that are gone."""
         group = namespace.group(run.group_idx)
         nbytes = (shards.count if shards else group.num_shards) * group.chunk_bytes
         blocks = [np.empty(nbytes, np.uint8) for _ in run.block_hashes]

@@ -36,17 +36,14 @@ FLUSH_S = 0.2
 """How long closing waits for leases to be released; if that takes longer, they are left to expire."""
 MAX_UNSENT = 1024
 """Most requests that wait to be sent. A server behind by more has stopped; further lookups fail at once."""
-
 STREAM_S = 540.0
 """Deadline of a stream."""
 RENEW_S = 270.0
 """How old a stream becomes before the next lookup opens another. Younger than STREAM_S by more than a lookup takes."""
-
 RELEASE_WITHIN_S = 0.02
 """How long leases that end wait for a lookup to travel with, before a message of their own is sent."""
 MAX_RELEASED = 4096
 """Most leases that wait for a message. Further ones are left to expire."""
-
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 

@@ -190,10 +190,7 @@ class PoolRpc(Calls):
     # Names of blocks: no block hash gets to a server but through these.
 
     def named(self, spec: NamespaceSpec) -> NamespaceSpec:
-        """The namespace in which this client names the blocks.
-
-        Raises InvalidRequestError if the spec says that another key names them.
-        """
+        """The namespace in which this client names blocks. Raises InvalidRequestError for one of another key."""
         check_key(spec, self._name_key)
         return named_by(spec, self._name_key)
 

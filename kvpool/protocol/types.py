@@ -109,13 +109,7 @@ class PoolKey:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk with its address, for inline puts and gets.
-
-    Args:
-        payload: exactly the group's `chunk_bytes`.
-        parent_hash: see `BlockRun`.
-        checksum: xxh3-64 of the payload.
-    """
+    """One chunk with its address, for inline puts and gets: exactly the group's `chunk_bytes`, and their xxh3-64."""
 
     key: PoolKey
     payload: bytes
@@ -195,8 +189,6 @@ class LeasedSlots:
 
     Args:
         slots: all that the answer tells of the run, which the permit covers together.
-        fingerprint: of their namespace.
-        boot_token: of the server that leased them.
         ends_at: by when they have to be read, monotonic seconds. The lease lasts longer: the client counts from when it
             asked, the server from when it answered.
         start, stop: which of them.
@@ -322,10 +314,9 @@ def join_located(parts: Sequence[Located]) -> Located:
 
 @dataclass(frozen=True, slots=True)
 class Existence:
-    """Answer of `exists`.
+    """Answer of `exists`, with one `RunHits` a run.
 
     Args:
-        hits: one a run, in order.
         usable_tokens: the longest prefix that every group has the blocks for.
         load_seconds: how long engines have waited for loads of so many tokens, on average; 0: not known.
     """

@@ -40,13 +40,7 @@ MARKS = {Level.OK: "ok      ", Level.INFO: "info    ", Level.WARNING: "warning "
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of one check.
-
-    Args:
-        check: what was checked, in a few words: "data port".
-        text: what was found, a sentence that names the thing and the value.
-        fix: what to do about it, a sentence; empty if there is nothing to do.
-    """
+    """One result of one check: what was checked, in a few words, and sentences on what was found and on its fix."""
 
     level: Level
     check: str
