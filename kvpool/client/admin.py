@@ -174,7 +174,7 @@ class Hints:
         self._rpc = rpc
 
     def pin(self, namespace: Namespace, runs: Sequence[BlockRun], seconds: int) -> pb.HintResponse:
-        """Has the stored blocks of a prefix evicted after all that are not pinned, for a day at most.
+        """Has the stored blocks of a prefix evicted after all that are not pinned, for 1 second to a day.
 
         A pin that ends later stays as it is.
         """
@@ -192,8 +192,8 @@ class Hints:
     def prefetch(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Has the server bring the blocks of a prefix up from its tiers; does not wait until they are up.
 
-        Give one run a group. Repeat the call to learn how far the server has come. Raises OutOfSpaceError if too many
-        prefetches are under way.
+        Give one run a group: the server refuses more. Repeat the call to learn how far the server has come. Raises
+        OutOfSpaceError if too many prefetches are under way.
         """
         return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), HintKind.PREFETCH)
 

@@ -28,7 +28,6 @@ import numpy.typing as npt
 
 from kvpool.client.admin import Admin, Hints, InlineChunks
 from kvpool.client.block_io import BlockMover, DrainBlocks, FillBlocks, InPlace
-from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
 from kvpool.client.rpc import Namespace, PoolRpc
 from kvpool.client.transport_choice import Attachment, Choose, choose
@@ -107,7 +106,10 @@ class Client:
             IncompatibleReleaseError: the server is of a release that this client does not work with; both are named.
             TransferError, ConfigError: the configured transport does not work here.
         """
-        spec = self.rpc.named(self._of_tenant(spec))
+        principal = getattr(self.rpc.channel, "principal", None)  # Plaintext channels have none.
+        if not spec.tenant and principal is not None and principal.role.has_tenant:
+            spec = replace(spec, tenant=principal.tenant)
+        spec = self.rpc.named(spec)
         opened = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
         transport, arena_bytes = self.attachment.attach(opened), replies.arena_bytes(opened)
         return Namespace(spec, opened.fingerprint, opened.boot_token, transport, opened.max_batch_blocks, arena_bytes)
@@ -296,12 +298,6 @@ class Client:
         if checksums != list(whole.checksums):
             self._raise_corrupt(namespace, runs, whole, checksums)
         return whole
-
-    def _of_tenant(self, spec: NamespaceSpec) -> NamespaceSpec:
-        principal = self.rpc.channel.principal if isinstance(self.rpc.channel, RenewedChannel) else None
-        if spec.tenant or principal is None or not principal.role.has_tenant:
-            return spec
-        return replace(spec, tenant=principal.tenant)
 
     def _raise_corrupt(
         self, namespace: Namespace, runs: Sequence[BlockRun], located: Located, checksums: Sequence[int]
