@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
 
-from kvpool.client.block_io import Checksums
 from kvpool.client.rpc import Namespace
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import (
