@@ -127,8 +127,8 @@ class Guard:
 def hook(recover: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a method, whose object or class has a `guard`, a hook that raises no Exception.
 
-    Once the method has failed, `recover` is called with its arguments: leaves nothing of the hook's work half done, and
-    returns what vLLM gets instead. `recover` must not raise.
+    Once the method has failed, `recover` is called with the method's arguments. It leaves nothing of the hook's work
+    half done, returns what vLLM gets instead, and must not raise.
     """
 
     def guarded_by(method: Callable[P, R]) -> Callable[P, R]:

@@ -186,7 +186,7 @@ class Session:
         self._said = ""  # The last logged error: a repeated error is logged once.
         self._explains = explains
         self._explained: set[tuple[str, ...]] = set()  # Of each difference, its fields.
-        self._num_opened = -1  # When the pool was last asked for its namespaces.
+        self._num_opened = -1  # By this session, when the pool was last asked for its namespaces.
         self._explained_at = -math.inf
         self._lock = threading.Lock()
         self._wanted = threading.Event()

@@ -63,7 +63,8 @@ class StreamedLookup(Future[pb.LookupResponse]):
     thread that reads the answers: a callback must not wait for another lookup.
 
     Args:
-        question: called on gRPC's thread, and must not raise. A reply of more than its `max_reply_bytes` is not parsed.
+        question: called on gRPC's thread, and must not raise. A reply of more than its `max_reply_bytes` is not parsed:
+            its parts may take 60 times its size.
     """
 
     def __init__(self, question: LookupQuestion, timeout_s: float):

@@ -93,7 +93,8 @@ class PendingLookup:
 
     Args:
         call: a `grpc.Future`.
-        answer, error_of: what its reply means, and its error.
+        answer: makes a Lookup of the server's reply.
+        error_of: makes a KVPoolError of what the call raises.
     """
 
     call: Any

@@ -17,8 +17,8 @@ from kvpool.commands import common, doctor_checks
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
 from kvpool.report.bandwidth import TIMEOUTS
-from kvpool.report.judgements import judge_twice
-from kvpool.report.output import Finding, Level, error, info, print_findings, warning
+from kvpool.report.judgements import Finding, Level, error, info, judge_twice, warning
+from kvpool.report.output import print_findings
 from kvpool.transport.unix_socket import socket_path
 
 DEADLINE_S = 10.0
@@ -48,8 +48,13 @@ def doctor(
     if http is not None and not http.rpartition(":")[2].isdigit():
         raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
     findings = _of_server(endpoint, common.config_of(endpoint), http, bandwidth=bandwidth)
-    of_host = {"memory of the host": doctor_checks.memory, "huge pages": doctor_checks.huge_pages}
-    findings += examine({**of_host, "open files": doctor_checks.open_files})
+    findings += examine(
+        {
+            "memory of the host": doctor_checks.memory,
+            "huge pages": doctor_checks.huge_pages,
+            "open files": doctor_checks.open_files,
+        }
+    )
     counts = Counter(finding.level for finding in findings)
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in findings]

@@ -28,8 +28,7 @@ from kvpool.protocol.namespace import MEASUREMENT_MODEL, OWN, Difference, Releas
 from kvpool.protocol.text import duration_text, escaped, opened_text, printable, size_text
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.bandwidth import measure, usual_block
-from kvpool.report.judgements import certificate_end
-from kvpool.report.output import Finding, error, ok, warning
+from kvpool.report.judgements import Finding, certificate_end, error, ok, warning
 from kvpool.security.files import read_pem
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.shm import ShmTransport

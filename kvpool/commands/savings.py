@@ -193,12 +193,13 @@ def ledger_table(
     """
     numbers = [each for each in _NUMBERS if any(map(each.value, rows))]
     hidden: list[str] = []
-    wide = console.options.update(width=10_000)
     table = _drawn(rows, fields, title, numbers, None)
-    while console.measure(table, options=wide).maximum > console.width and len(numbers) > 1:
-        if table.columns[0].max_width is not None:
-            numbers.remove(last := max(numbers, key=lambda each: each.rank))
-            hidden.append(last.name)
+    if not _fits(table, console):
+        table = _drawn(rows, fields, title, numbers, MAX_NAME_CHARS)
+    while not _fits(table, console) and len(numbers) > 1:
+        last = max(numbers, key=lambda each: each.rank)
+        numbers.remove(last)
+        hidden.append(last.name)
         table = _drawn(rows, fields, title, numbers, MAX_NAME_CHARS)
     sentences = [" ".join(f"{each.name}: {each.gloss}." for each in numbers)] if numbers else []
     has_reports = [_has_report(row) for row in rows]
@@ -210,6 +211,11 @@ def ledger_table(
     if hidden:
         sentences.append(f"Too wide for the terminal: {', '.join(hidden)}. --csv has all columns.")
     return table, sentences
+
+
+def _fits(table: Table, console: Console) -> bool:
+    wide = console.options.update(width=10_000)
+    return console.measure(table, options=wide).maximum <= console.width
 
 
 def _drawn(

@@ -17,19 +17,8 @@ from kvpool.commands.top import BAR_CHARS, heading, lookup_latency, loop_lag, mo
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.reports import quantile
 from kvpool.protocol.text import size_text
-from kvpool.report.judgements import judge_twice, tokens
-from kvpool.report.output import (
-    Finding,
-    bar,
-    console,
-    count_text,
-    notes,
-    print_findings,
-    problems,
-    say,
-    seconds_text,
-    share_text,
-)
+from kvpool.report.judgements import Finding, judge_twice, notes, problems, tokens
+from kvpool.report.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.v1 import pool_pb2 as pb
 
 

@@ -31,8 +31,8 @@ from kvpool.commands.common import Endpoint, within
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, UnavailableError
 from kvpool.protocol.reports import rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable, size_text
-from kvpool.report.judgements import RECENT_S, UNKNOWN, Window, judgements, tokens, window_of
-from kvpool.report.output import MARKS, Level, bar, console, count_text, problems, rate_text, seconds_text, share_text
+from kvpool.report.judgements import RECENT_S, UNKNOWN, Level, Window, judgements, problems, tokens, window_of
+from kvpool.report.output import MARKS, bar, console, count_text, rate_text, seconds_text, share_text
 from kvpool.v1 import pool_pb2 as pb
 
 _T = TypeVar("_T")

@@ -39,6 +39,7 @@ _USED = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
 """Counts of a tenant and model that grow."""
 
 
+@enum.unique
 class Cause(enum.Enum):
     """What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total` and of
     engines' reports, with a sentence for the docs."""

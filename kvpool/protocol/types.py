@@ -118,15 +118,15 @@ class Chunk:
 
 
 class MissCause(enum.IntEnum):
-    """Why a lookup has not found a block; `MissCause` of `kvpool/v1/pool.proto` explains each value."""
+    """Why a lookup has not found a block; the values are those of the contract."""
 
-    NEVER_STORED = 0
+    NEVER_STORED = 0  # Or the block left longer ago than the server remembers.
     BEING_WRITTEN = 1
     EVICTED = 2
-    REMOVED = 3
+    REMOVED = 3  # Or cleared, by request.
     CORRUPT = 4
-    PUT_FAILED = 5
-    OTHER_NAMESPACE = 6
+    PUT_FAILED = 5  # Its writer gave it up, or was too slow.
+    OTHER_NAMESPACE = 6  # Of the same tenant and salt.
 
 
 @dataclass(frozen=True, slots=True)

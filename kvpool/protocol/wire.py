@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import grpc
 import numpy as np
@@ -167,7 +167,11 @@ class PackedHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._array)
 
-    def __getitem__(self, at: int | slice) -> Any:
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, at: int | slice) -> bytes | Sequence[bytes]:
         return PackedHashes(self._array[at]) if isinstance(at, slice) else self._array[at].tobytes()
 
     def __iter__(self) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""The one list of judgements of a server: `kvpool stats`, `top`, `doctor` and the dashboard show its findings.
+"""What checks find, and the one list of judgements of a server: `kvpool stats`, `top`, `doctor` and the page show it.
 
 What is counted is a problem while the counter grows, and only worth knowing afterwards. The dashboard has samples of
 the last `RECENT_S` to tell which counters grow; a command has one snapshot, or two.
@@ -6,12 +6,13 @@ the last `RECENT_S` to tell which counters grow; a command has one snapshot, or 
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from kvpool.protocol.text import duration_text, escaped, size_text
-from kvpool.report.output import Finding, error, info, ok, warning
 from kvpool.v1 import pool_pb2 as pb
 
 RECENT_S = 600.0
@@ -41,6 +42,46 @@ _EVICTED = ("quota_evicted_blocks",)
 
 Key = tuple[str, ...]
 """A counter: ("expired_leases",) of the pool, ("tier", its name, "corrupt_blocks") of a tier."""
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    INFO = "info"
+    """Worth knowing, and no problem now."""
+    WARNING = "warning"
+    """The pool works, and is slower or less useful than it could be."""
+    ERROR = "error"
+    """The pool, or a part of it, does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of one check: what was checked, in a few words, and sentences on what was found and on its fix."""
+
+    level: Level
+    check: str
+    text: str
+    fix: str
+
+
+ok = functools.partial(Finding, Level.OK, fix="")
+info = functools.partial(Finding, Level.INFO)
+warning = functools.partial(Finding, Level.WARNING)
+error = functools.partial(Finding, Level.ERROR)
+
+
+def problems(findings: Iterable[Finding]) -> list[Finding]:
+    """What is wrong now, errors first."""
+    found = list(findings)
+    return [finding for level in (Level.ERROR, Level.WARNING) for finding in found if finding.level is level]
+
+
+def notes(findings: Iterable[Finding]) -> list[Finding]:
+    """What is worth knowing, and no problem now."""
+    return [finding for finding in findings if finding.level is Level.INFO]
+
 
 _COUNTED = {
     "corrupt_blocks": error(

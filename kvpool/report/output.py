@@ -1,4 +1,4 @@
-"""What checks find, and how commands print: findings, widths, units and bars.
+"""How commands print: findings, widths, units and bars.
 
 A table is as wide as the terminal, and 80 columns where standard output is none. Lines of text are wrapped for a
 terminal alone. So what scripts and tests read depends neither on a terminal nor on COLUMNS.
@@ -6,63 +6,22 @@ terminal alone. So what scripts and tests read depends neither on a terminal nor
 
 from __future__ import annotations
 
-import functools
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 
 import typer
 from rich.console import Console
 
 from kvpool.protocol.text import printable
+from kvpool.report.judgements import Finding, Level
 
 WIDTH = 80
 """Columns where standard output is no terminal."""
 
 
-class Level(StrEnum):
-    """How bad a finding is."""
-
-    OK = "ok"
-    INFO = "info"
-    """Worth knowing, and no problem now."""
-    WARNING = "warning"
-    """The pool works, and is slower or less useful than it could be."""
-    ERROR = "error"
-    """The pool, or a part of it, does not work."""
-
-
 MARKS = {Level.OK: "ok      ", Level.INFO: "info    ", Level.WARNING: "warning ", Level.ERROR: "ERROR   "}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One result of one check: what was checked, in a few words, and sentences on what was found and on its fix."""
-
-    level: Level
-    check: str
-    text: str
-    fix: str
-
-
-ok = functools.partial(Finding, Level.OK, fix="")
-info = functools.partial(Finding, Level.INFO)
-warning = functools.partial(Finding, Level.WARNING)
-error = functools.partial(Finding, Level.ERROR)
-
-
-def problems(findings: Iterable[Finding]) -> list[Finding]:
-    """What is wrong now, errors first."""
-    found = list(findings)
-    return [finding for level in (Level.ERROR, Level.WARNING) for finding in found if finding.level is level]
-
-
-def notes(findings: Iterable[Finding]) -> list[Finding]:
-    """What is worth knowing, and no problem now."""
-    return [finding for finding in findings if finding.level is Level.INFO]
 
 
 def console() -> Console:

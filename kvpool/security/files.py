@@ -73,7 +73,7 @@ def read_private(path: Path, setting: str, what: str = "private key") -> bytes:
 
 
 def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
-    """Raises ConfigError if a file's group or others can write it, who could `danger`, such as "add a token".
+    """Raises ConfigError if a file's group or others can write it, and so could do the `danger`, as "add a token".
 
     They may read the file.
     """

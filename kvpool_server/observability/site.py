@@ -20,8 +20,7 @@ import structlog
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.reports import Cause
 from kvpool.protocol.text import escaped
-from kvpool.report.judgements import INCOMPLETE, RECENT_S, judgements, window_of
-from kvpool.report.output import Level, problems
+from kvpool.report.judgements import INCOMPLETE, RECENT_S, Level, judgements, problems, window_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.http import Response, on_loop
 from kvpool_server.process.logs import LogEvent, LogEvents

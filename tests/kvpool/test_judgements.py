@@ -2,8 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.report.judgements import RECENT_S, UNKNOWN, Window, judge_twice, judgements, window_of
-from kvpool.report.output import Finding, Level, notes, problems
+from kvpool.report.judgements import (
+    RECENT_S,
+    UNKNOWN,
+    Finding,
+    Level,
+    Window,
+    judge_twice,
+    judgements,
+    notes,
+    problems,
+    window_of,
+)
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 

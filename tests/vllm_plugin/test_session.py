@@ -365,6 +365,7 @@ def test_engines_learn_why_the_blocks_of_another_namespace_are_not_read(
         wait_for(lambda: _reasons(caplog, "first"), "the first engine to hear of the second")
         (warning,) = _reasons(caplog, "first")
         assert warning.levelname == "WARNING"
+        wait_for(lambda: _reasons(caplog, "second"), "the second engine to hear of the first")
         (said,) = _reasons(caplog, "second")
         host = re.escape(socket.gethostname())
         assert re.search(

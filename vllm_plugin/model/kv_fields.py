@@ -204,7 +204,7 @@ FIELDS: Mapping[str, Fields] = {
         _EXECUTION: ("compilation_config", "optimization_level", "performance_mode"),
         _CAPACITY: ("scheduler_config", "offload_config"),
         _OUTPUT: ("aux_output_config", "watermark_config", "structured_outputs_config", "reasoning_config"),
-        (Effect.NONE, "new weights in a running engine are a reset, see provenance.py"): ("weight_transfer_config",),
+        (Effect.NONE, "new weights in a running engine are a reset"): ("weight_transfer_config",),
         _SERVING: (
             "observability_config", "logging_config", "profiler_config", "kv_transfer_config", "kv_events_config",
             "ec_transfer_config", "ec_manager_config", "instance_id", "shutdown_timeout", "watchdog_config",

@@ -68,7 +68,7 @@ class PromotionWait:
         Args:
             num_ready: blocks that are ready, in any measure that grows with them.
             compute_s: of computing the blocks on their way; infinite while unknown.
-            retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
+            retry_s: when the pool is asked again: more blocks are likely to be up. If that is too late, the wait ends.
             asked_at: when a pool was asked that could wait with its answer; None for the first answer.
         """
         if math.isinf(self.began_at):

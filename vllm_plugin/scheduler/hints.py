@@ -43,8 +43,10 @@ MAX_WAITING = 256
 TIMEOUT_MS = 5_000
 END_S = 1.0
 """How long `Hints.close` lets the waiting hints be told."""
-MAX_LOGGED, MAX_SHOWN = 16, 64
-"""Different complaints that one engine logs, each once, and characters of a key or value in them."""
+MAX_LOGGED = 16
+"""Different complaints that one engine logs, each once."""
+MAX_SHOWN = 64
+"""Characters of a key or value in a complaint."""
 MAX_UNKNOWN = 16
 """Unknown keys of one request that are refused by name; further ones are passed over."""
 

@@ -64,8 +64,8 @@ class PrefillQueue:
         self._step_tokens = step_tokens  # The most that one step computes.
         self._left: dict[Stage, dict[str, tuple[Request, int]]] = {stage: {} for stage in Stage}
         self._new: dict[str, Request] = {}  # Waiting requests that `next_waiting` has not returned.
-        self.tokens = dict.fromkeys(Stage, 0)  # Of waiting requests all, since their hits are not known.
-        self._computed_share = 1.0  # Of the tokens of prompts, lately.
+        self.tokens = dict.fromkeys(Stage, 0)  # Still to be computed; of waiting requests all: their hits are unknown.
+        self._computed_share = 1.0  # How much of prompts' tokens was computed lately.
 
     def put(self, request: Request, stage: Stage, num_there: int = 0) -> None:
         """A request is in this stage, with the KV of so many tokens; once all is there it leaves."""
@@ -153,7 +153,7 @@ class LoadPolicy:
         # Began at, prefill tokens, all tokens; the oldest first.
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEPS_UNDER_WAY)
         self._ended_steps = deque([-math.inf] * STEPS_TO_REPORT, STEPS_TO_REPORT)  # When the last ones began.
-        self._device, self._connection = _Resource(), NO_CONNECTION
+        self._device, self._connection, self._hit_tokens = _Resource(), NO_CONNECTION, FULL_STEP_TOKENS
         self._links: defaultdict[str, _Resource] = defaultdict(_Resource)
 
     def step_began(self, num_prefill_tokens: int, num_other_tokens: int) -> None:
@@ -171,7 +171,7 @@ class LoadPolicy:
         # A step that mostly decodes is no measure of prefill.
         if num_prefill >= MIN_PREFILL_TOKENS and 2 * num_prefill >= num_tokens and seconds > 0:
             device.measured(num_prefill, seconds * num_prefill / num_tokens)
-            if num_prefill >= FULL_STEP_TOKENS:
+            if num_prefill >= min(self._hit_tokens / 4, FULL_STEP_TOKENS):
                 device.credit_s = 0.0
 
     def compute_seconds(self, num_tokens: int) -> float:
@@ -190,7 +190,7 @@ class LoadPolicy:
             self._connection, link.credit_s = connection, math.inf
         loads = [load for load in self.loading.values() if load.connection.transport == connection.transport]
         ahead = self.queue.tokens[Stage.RUNNING] + sum(prefill for _, prefill, _ in self._steps)
-        load_s, compute_s = link.seconds(nbytes), self.compute_seconds(num_tokens)
+        load_s, compute_s, self._hit_tokens = link.seconds(nbytes), self.compute_seconds(num_tokens), num_tokens
         share = num_tokens if len(loads) < MIN_LOADS else 0
         if link.is_known:
             wait_s = max(0.0, link.free_at(loads, self._ended_steps[0]) - self.clock()) + link.fixed_s / MARGIN

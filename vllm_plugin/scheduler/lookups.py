@@ -60,7 +60,8 @@ class StepBudget:
     def __init__(self, recorder: Recorder, *, is_async: bool = False) -> None:
         self._recorder, self._is_async = recorder, is_async
         self._spent_s = self._waited_s = self._walks_s = 0.0
-        self._lasted_s = self._answer_s = self._began_at = 0.0
+        self._lasted_s = self._answer_s = 0.0
+        self._began_at: float | None = None
         self._step_began_at = time.monotonic()
 
     def new_step(self) -> None:
@@ -82,7 +83,9 @@ class StepBudget:
         self._began_at = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
+        assert self._began_at is not None
         self._spent_s += time.monotonic() - self._began_at
+        self._began_at = None
 
     @property
     def may_begin(self) -> bool:

@@ -68,7 +68,8 @@ class Resets:
 
     def __post_init__(self) -> None:
         # Blocks of the engine are from before a reset, or in doubt: nothing is loaded or stored until they are free.
-        self.is_pending = self._is_broken = False
+        self.is_pending = False
+        self._is_broken = False
         self._check = 0  # Number of the newest check of the weights; 0 is that of the start.
         self._named_check = -1  # Number of the newest check whose outcome named the namespace.
         self._asked_at: float | None = None  # When a request first waited for the check.

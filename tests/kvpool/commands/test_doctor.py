@@ -14,7 +14,7 @@ from kvpool.cli import app
 from kvpool.client.client import Client
 from kvpool.commands.doctor import examine
 from kvpool.protocol.errors import PermissionDeniedError, UnavailableError
-from kvpool.report.output import Finding, Level, error, ok
+from kvpool.report.judgements import Finding, Level, error, ok
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload, run_of

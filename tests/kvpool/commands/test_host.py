@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.commands import doctor_checks
-from kvpool.report.output import Finding, Level
+from kvpool.report.judgements import Finding, Level
 from tests.conftest import StartServer
 
 RDMA_PAGES = "7f00 default file=/memfd:kvpool-12 dirty=8 N1=8 kernelpagesize_kB=4\n7e00 default heap N0=3\n"

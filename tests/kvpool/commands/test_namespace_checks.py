@@ -8,7 +8,7 @@ import pytest
 from kvpool.commands.doctor_checks import MAX_COMPARED, MAX_FINDINGS, block_sizes, namespaces, separate
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, NamespaceSpec
 from kvpool.protocol.wire import encode_spec
-from kvpool.report.output import Level
+from kvpool.report.judgements import Level
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import group_spec, namespace_spec, replaced
 

@@ -16,7 +16,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands import doctor_checks
 from kvpool.protocol.errors import TransferError
-from kvpool.report.output import Finding, Level
+from kvpool.report.judgements import Finding, Level
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.version import PROTOCOL, __version__

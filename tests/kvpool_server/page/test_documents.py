@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.report.judgements import RECENT_S, judgements, window_of
-from kvpool.report.output import Level, problems
+from kvpool.report.judgements import RECENT_S, Level, judgements, problems, window_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.cache.counters import COUNTERS
