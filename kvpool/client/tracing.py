@@ -70,6 +70,7 @@ class Tracing:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"otel: OpenTelemetry refuses the OTEL_* variables of the environment: {error}") from None
         self._trace = trace
+        self._last: tuple[Any, str] = None, ""  # The span of which `current` was asked last, and its context.
         self._propagator = TraceContextTextMapPropagator()
         self._tracer = self._provider.get_tracer("kvpool")
         atexit.register(self.close)
@@ -110,7 +111,10 @@ class Tracing:
 
     def current(self) -> str:
         """The context of the span that is current on this thread or task; empty if none is."""
-        return self.traceparent(self._trace.get_current_span())
+        span = self._trace.get_current_span()
+        if span is not self._last[0]:  # A tier's blocks are stored one by one, under one span.
+            self._last = span, self.traceparent(span)
+        return self._last[1]
 
     def close(self) -> None:
         """Exports the last spans, for `CLOSE_S` at most. Idempotent."""

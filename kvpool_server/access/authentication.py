@@ -108,7 +108,7 @@ class DenyList(WatchedFiles[frozenset[str]]):
     """The entries of a file, read again when it changes. Raises ConfigError for a file that cannot be used.
 
     Args:
-        domain: as of `listed_principal`.
+        domain: the trust domain of all callers; None: callers may be of any.
     """
 
     def __init__(

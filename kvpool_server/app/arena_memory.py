@@ -164,7 +164,7 @@ class ArenaMemory:
         is given back, so that both take little more than the larger one. Raises ConfigError if that is too much.
         """
         room = free_bytes() + os.fstat(before.fd).st_blocks * 512
-        _check(ByteSize(self.arena.arena_bytes), "the free memory and what blocks of the server before have", room)
+        _check(self._config.memory, "the free memory and what blocks of the server before have", room)
         log.info("moves the blocks of the server before", bytes_before=before.nbytes, bytes_now=self.arena.arena_bytes)
         with suppress(OSError):
             for name in (ARENA, TABLE):

@@ -218,7 +218,8 @@ class Arena:
         """
         if not self.has_tenants:
             return True
-        num_extents = -((self.num_free(slot_bytes, tenant) - count) // self.slots_per_extent(slot_bytes))
+        short = count - self.num_free(slot_bytes, tenant)
+        num_extents = -(-short // self.slots_per_extent(slot_bytes))
         num_clean = sum(self._is_clean(idx, tenant) for idx in self._unused)
         incoming = self._incoming.get(tenant, _NOTHING)
         if num_extents <= num_clean + len(incoming.zeroed):

@@ -96,9 +96,10 @@ class UseTimes:
 
 @dataclass(frozen=True, slots=True)
 class EvictedFor:
-    """Whose put a block made room for: the tenant as its namespace declares it, its model; clients choose both names.
+    """Whose put a block made room for.
 
     Args:
+        tenant: as its namespace declares it: clients choose the names of tenants and models.
         model: empty if the tenant has too many.
         is_hidden: another tenant's than that of the caller that is told of it; the names are empty then.
     """
@@ -137,7 +138,7 @@ class Memory(NamedTuple):
 
 
 class Departures:
-    """The blocks that have left one pool, and when those that have not were used."""
+    """The blocks that have left one pool, and (`use_times`) when the blocks of the pool were used."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -227,8 +228,8 @@ class Departures:
     def departures(self, group: Group, names: Sequence[bytes], is_prefix: bool) -> list[tuple[Departure | None, int]]:
         """What is known of the departures of successive blocks, and of how many blocks it is known.
 
-        Of a prefix it is known as in `causes`, and None stands for the last blocks, of which none is known to have
-        left. Else None stands for each block that is not known to have left.
+        With `is_prefix` blocks are known as in `causes`, and one None stands for all blocks behind the last known one.
+        Else None stands for each block that is not known to have left.
         """
         if not is_prefix or len(names) == 1:
             each = [self.departure(group, name) for name in names]

@@ -99,7 +99,7 @@ class ExtentDrain:
 
 @dataclass(eq=False)
 class Donations:
-    """Extents that tenants and slot sizes give up; `last_used` is that of `Partitions`, the clock that of pins."""
+    """Extents that tenants and slot sizes give up, the longest unused first (`Partitions.last_used`)."""
 
     _arena: Arena
     _drain: ExtentDrain

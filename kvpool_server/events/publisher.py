@@ -65,7 +65,10 @@ class _Replay:
 
 
 class Publisher:
-    """Publishes one stream over `Sockets`, whose arguments and attributes it has. Raises ConfigError as they do."""
+    """Publishes one stream of KV events from a thread of its own, and answers requests for replays.
+
+    The endpoints and keys are those of `Sockets`. Raises ConfigError for endpoints that cannot be used.
+    """
 
     def __init__(
         self,

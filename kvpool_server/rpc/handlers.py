@@ -1,8 +1,8 @@
 """What the handlers of all RPCs share: the parts of the server, the caller, and the reading of requests.
 
-gRPC's handlers of the methods are made here: bytes in, the method of a service, bytes out. With `--otel` each call has
-a span, a child of the client's: a lookup's span has what the lookup has found, the others have the method, and none has
-names of blocks or tokens.
+gRPC's handlers of the methods are made here: bytes in, the method of a service, bytes out. With `--otel` each call but
+a health check has a span, a child of the client's: a lookup's span has what the lookup has found, the others have the
+method, and none has names of blocks or tokens.
 """
 
 from __future__ import annotations

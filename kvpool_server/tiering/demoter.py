@@ -249,7 +249,8 @@ class Watermark:
     async def room(self, group: Group, count: int) -> AsyncIterator[None]:
         """Around the allocation of `count` slots of a promotion, which waits until all that are needed are free.
 
-        It begins, too, when no more can be freed, or after a timeout, and evicts what a tier was too slow to write.
+        The allocation also begins when no more can be freed, or after a timeout: then it evicts blocks that a tier was
+        too slow to write. Puts, which cannot wait, do not come here.
         """
         size, tenant = group.spec.slot_bytes, group.tenant
         self._needs[group.slot_class] += count

@@ -1,4 +1,4 @@
-"""Prefetches what lookups miss, and whole prefixes that clients have named, before a request comes for them.
+"""Prefetches what lookups miss, and whole prefixes that clients name before a request comes for them.
 
 A lookup prefetches what it misses, up to a bound, for a client that will look up again. A prefetch hint has no such
 client: the server itself looks again while blocks come up, until none is on its way any more.

@@ -137,9 +137,10 @@ class SampledStack:
 
 
 class DistanceHistogram:
-    """Stack distances in one arena's traffic, by tenant; in tiers, if there are any, is what the arena has evicted.
+    """Stack distances in one arena's traffic, by tenant.
 
     Args:
+        has_tiers: whether tiers keep what the arena evicts.
         hash_of: hash of a block's name, whose bits are uniform. Clients must not be able to predict it: Python's own
             hash has a secret seed, and the pool's index has already computed it.
     """
@@ -228,7 +229,10 @@ class DistanceHistogram:
         return self._curve(self._counts.get(tenant, _no_counts()), tenant=tenant)
 
     def _curve(self, counts: Counts, **names: Any) -> pb.ValueCurve:
-        """The share of looked-up tokens that LRU would hit at each of `SIZES`; with tiers, what is hit now at least."""
+        """The share of looked-up tokens that LRU would hit at each of `SIZES`.
+
+        With tiers, what the pool hits now is a hit at each size.
+        """
         looked_up, hit, sampled, *hits_of = counts.tolist()
         if not looked_up:
             return pb.ValueCurve(**names)

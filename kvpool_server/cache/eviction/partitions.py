@@ -203,7 +203,10 @@ class Partitions:
         return max(stamps, default=0)
 
     def place(self, placed: Iterable[tuple[Sequence[Group], tuple[Account, ...]]], stamp: int) -> set[Group]:
-        """Says which quotas cover the groups of namespaces. Returns those whose entries `Evictor.requeue` is to get."""
+        """Says which quotas cover the groups of namespaces. Returns the groups whose entries have another evictor now.
+
+        Until `Evictor.requeue` has got these entries, it may not choose them.
+        """
         moved = set()
         for groups, accounts in placed:
             if (before := self._accounts.get(groups[0])) == accounts:

@@ -1,6 +1,7 @@
 """What an eviction policy implements: what it learns from uses, and the order in which candidates are evicted.
 
-`PrefixLRU` is the smallest one. `Evictor` owns a policy and its queue, and sees to what all policies share.
+`PrefixLRU` is the smallest one. `Evictor` owns a policy and its queue, and sees to what all policies share: candidates
+are leaves, and nothing that is leased or being written is evicted.
 
 A stamp is `call * TICK + kind`: the number of the pool's call that used an entry and, if the policy tells uses apart,
 the kind of use. So stamps order uses by call, whatever their kinds.
@@ -41,7 +42,7 @@ class VictimQueue(ABC):
 class Policy(ABC):
     """An eviction policy for the entries of one slot size.
 
-    `stored` and `used` must set `entry.used` to a stamp of the call, whatever the policy's order: the allocator, the
+    `stored` and `used` must set `entry.used` to a stamp of the call, whatever the policy's order: `Donations`, the
     demoter and `Evictor` read it. A queue in another order keeps keys of its own, as `HitDensity`'s does.
 
     Attributes:

@@ -5,7 +5,8 @@ child process (`store_process.py`); one that has died is started again, with an 
 reconnects to a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
-go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified. Questions to
+go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified. While Mooncake
+moves the bytes of one transfer, threads of the tier copy and verify those of others. Questions to
 the master (which blocks are there, removals) have threads and channels of their own.
 """
 
@@ -251,7 +252,10 @@ class MooncakeTier(Tier):
         self._check(await self._ask("clear", [f"^{re.escape(prefix)}"]))
 
     def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
-        """Blocks that this server has written and not found gone since; the cluster may have evicted some meanwhile."""
+        """Blocks that this server has written and not found gone since, of the latest it has seen.
+
+        The cluster may have evicted some meanwhile; blocks that other servers have written do not count.
+        """
         told = super().holdings(fingerprint)
         told.num_entries, told.nbytes = self._presence.num_own[fingerprint], self._presence.own_bytes[fingerprint]
         return told
