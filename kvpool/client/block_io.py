@@ -15,7 +15,7 @@ import numpy as np
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.transport.base import Buffers, Bytes, Local, Pieces, Transfer, Transport, no_sum
 from kvpool.transport.chunk_sums import Checksums, ChunkSums
-from kvpool.transport.mover import IntoArena, Movers
+from kvpool.transport.mover import Movers
 
 
 class InPlace:
@@ -91,15 +91,15 @@ class BlockMover:
         """Moves blocks `indices`, one a region of the transfer. Raises as the transport and the callback."""
         self._indices = indices
         self._parts.append(sums := ChunkSums(len(indices), self.region_bytes, self.chunk_bytes))
-        act, rows, into_arena = None, None, None
+        act, rows, apart = None, None, None
         if isinstance(self.blocks, InPlace):
             rows = [self.blocks.blocks[idx] for idx in indices]
-            into_arena = None if self.blocks.movers is None else IntoArena(self.blocks.movers, sums)
+            apart = None if self.blocks.movers is None else partial(self.blocks.movers.move, sums=sums)
         else:
             act = partial(self._call_back, self.blocks)
         add = no_sum if act is not None and self.returns_sums else sums.add
         move = self.transport.write if self.is_write else self.transport.read
-        move(transfer, Local(act, rows, add, into_arena))
+        move(transfer, Local(act, rows, add, apart))
 
     def checksums(self) -> list[int]:
         """One checksum a chunk that was moved, in order; waits for the callback's copies."""

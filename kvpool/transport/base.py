@@ -19,15 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.protocol.errors import TransferError
-
-if TYPE_CHECKING:
-    from kvpool.transport.mover import IntoArena
 
 Bytes = npt.NDArray[np.uint8]
 Buffers = Sequence[Bytes]
@@ -116,13 +113,14 @@ class Local:
     """The caller's bytes: where a write takes them and a read puts them, in `rows`, one a region, or by `act`.
 
     Args:
-        into_arena: processes that can read into the rows, which `sum` does not see then.
+        apart: of a TCP peer and a transfer, reads into the rows and computes checksums in another process, and `sum`
+            does not see the rows; False, and nothing is done, if no process takes the transfer.
     """
 
     act: Act | None = None
     rows: Sequence[Pieces] | None = None
     sum: Sum = no_sum
-    into_arena: IntoArena | None = None
+    apart: Callable[..., bool] | None = None
 
     def acting(self, *, is_write: bool) -> Act:
         """`act`, or a callback that copies from or into `rows`."""

@@ -47,6 +47,9 @@ LATE_S = 2.0
 """A process hangs if it says nothing for so long after a transfer's deadline, or takes as long to be told something."""
 
 
+SumArray = np.ndarray[Any, np.dtype[np.uint64]]
+
+
 class Batch(NamedTuple):
     """What a process asks for: that regions [first, stop) are copied to or from its memory at `offset`."""
 
@@ -60,13 +63,6 @@ class ArenaRows(NamedTuple):
 
     offsets: list[int]
     chunk_bytes: int
-
-
-class IntoArena(NamedTuple):
-    """Processes of a server that read into rows of its arena, and what takes the checksums of the rows' chunks."""
-
-    movers: Movers
-    sums: ChunkSums
 
 
 class CallbackError(Exception):
@@ -104,8 +100,10 @@ class Mover:
         self._child.kill()
         self._child.end(0.0)
 
-    def move(self, peer: Peer, transfer: Transfer, local: Local, into: ArenaRows | None, is_write: bool) -> None:
-        """As a transport's `read` and `write`. The process may have ended afterwards."""
+    def move(
+        self, peer: Peer, transfer: Transfer, local: Local, into: ArenaRows | None, is_write: bool
+    ) -> SumArray | None:
+        """As a transport's `read` and `write`; returns the checksums of rows. The process may have ended afterwards."""
         ends_at = time.monotonic() + transfer.timeout_s + LATE_S
         failure: Exception | None = None
         try:
@@ -126,14 +124,13 @@ class Mover:
             raise failure
         if isinstance(said, Exception):
             raise said from failure
-        if said is not None and local.into_arena is not None:
-            local.into_arena.sums.values = said
+        return said
 
     @property
     def has_ended(self) -> bool:
         return self._child.poll() is not None
 
-    def _hear(self, ends_at: float) -> Batch | Exception | np.ndarray[Any, np.dtype[np.uint64]] | None:
+    def _hear(self, ends_at: float) -> Batch | Exception | SumArray | None:
         """What the process says next. Checksums or None: the transfer has ended well."""
         if not self._channel.poll(max(LATE_S, ends_at - time.monotonic())):
             raise TimeoutError
@@ -187,16 +184,23 @@ class Movers:
                 if mover is not None:
                     mover.kill()
 
-    def move(self, peer: Peer, transfer: Transfer, local: Local, *, is_write: bool) -> bool:
-        """As a transport's `write` and `read`; False, and nothing is done, if no process takes the transfer."""
-        if local.act is None and (is_write or local.into_arena is None):
+    def move(
+        self, peer: Peer, transfer: Transfer, local: Local, *, is_write: bool = False, sums: ChunkSums | None = None
+    ) -> bool:
+        """As a transport's `write` and `read`; False, and nothing is done, if no process takes the transfer.
+
+        With `sums` the process reads into rows of the arena, and `sums` takes the checksums.
+        """
+        if local.act is None and sums is None:
             return False
         if local.act is not None and max(transfer.region_bytes, transfer.batch_bytes) > MEMORY_BYTES:
             return False
         if (mover := self._take()) is None:
             return False
         try:
-            mover.move(peer, transfer, local, self._rows_of(local), is_write)
+            values = mover.move(peer, transfer, local, self._rows_of(local, sums), is_write)
+            if sums is not None and values is not None:
+                sums.values = values
         finally:
             with self._lock:
                 if mover.has_ended:
@@ -205,13 +209,13 @@ class Movers:
                     self._idle.append(mover)
         return True
 
-    def _rows_of(self, local: Local) -> ArenaRows | None:
-        if local.into_arena is None or self._arena is None:
+    def _rows_of(self, local: Local, sums: ChunkSums | None) -> ArenaRows | None:
+        if sums is None or self._arena is None:
             return None
         assert local.rows is not None
         start = self._arena.bytes.ctypes.data
         places = [piece.__array_interface__["data"][0] - start for (piece,) in local.rows]
-        return ArenaRows(places, local.into_arena.sums.chunk_bytes)
+        return ArenaRows(places, sums.chunk_bytes)
 
     def _take(self) -> Mover | None:
         """A mover of this caller's own."""

@@ -69,8 +69,8 @@ class TcpTransport:
             TcpWrite(transfer, local, self._connections, self._helpers).run(self._staging)
 
     def read(self, transfer: Transfer, local: Local) -> None:
-        movers = self._movers if local.into_arena is None else local.into_arena.movers
-        if not (transfer.out_of_process and movers.move(self.peer, transfer, local, is_write=False)):
+        move = local.apart or self._movers.move
+        if not (transfer.out_of_process and move(self.peer, transfer, local)):
             TcpRead(transfer, local, self._connections, self._helpers).run(self._staging)
 
     def close(self) -> None:

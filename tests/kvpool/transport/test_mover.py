@@ -22,7 +22,7 @@ from kvpool.transport.base import Buffers, Local, Transfer
 from kvpool.transport.chunk_sums import ChunkSums, sums_of
 from kvpool.transport.data_port import Kind
 from kvpool.transport.helpers import STAGING_BYTES
-from kvpool.transport.mover import MEMORY_BYTES, MOVERS, IntoArena, Movers
+from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
 from kvpool.transport.segment import Segment
 from kvpool.transport.tcp import TcpTransport
 from kvpool_server.tiers.peers.tier import MAX_PEERS
@@ -185,10 +185,8 @@ def test_a_servers_process_reads_into_its_arena_and_sums(port: Port, arena: Segm
     sums = ChunkSums(count, REGION_BYTES, chunk)
     with closing(Movers(3, arena)) as movers:
         wait_for_mover(movers)
-        local = Local(rows=rows, sum=here, into_arena=IntoArena(movers, sums))
-        assert movers.move(
-            port.peer(), Transfer(1, offsets, REGION_BYTES, DEADLINE_S, permit=permit), local, is_write=False
-        )
+        transfer = Transfer(1, offsets, REGION_BYTES, DEADLINE_S, permit=permit)
+        assert movers.move(port.peer(), transfer, Local(rows=rows, sum=here), sums=sums)
     expected = [port.arena[at : at + REGION_BYTES] for at in offsets]
     assert all(np.array_equal(row, one) for (row,), one in zip(rows, expected, strict=True))
     assert sums.all() == [each for region in expected for each in sums_of([region], chunk)]
@@ -202,10 +200,10 @@ def test_a_process_that_is_killed_reads_nothing_into_the_arena_later(arena: Segm
     with socket.create_server(("127.0.0.1", 0)) as silent, closing(Movers(1, arena)) as movers:
         pid = wait_for_mover(movers)
         peer = module.Peer("127.0.0.1", silent.getsockname()[1], b"n" * 16, DEADLINE_S)
-        local = Local(rows=[[arena.bytes[:64]]], into_arena=IntoArena(movers, ChunkSums(1, 64, 64)))
+        transfer, local = Transfer(1, [0], 64, DEADLINE_S, permit=bytes(24)), Local(rows=[[arena.bytes[:64]]])
         threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(TransferError, match="has ended"):
-            movers.move(peer, Transfer(1, [0], 64, DEADLINE_S, permit=bytes(24)), local, is_write=False)
+            movers.move(peer, transfer, local, sums=ChunkSums(1, 64, 64))
         assert not is_running(pid), "the slots are another block's from now on"
 
 
@@ -215,8 +213,8 @@ def test_a_process_keeps_a_connection_to_each_server_that_a_server_reads_from(ar
         movers = stack.enter_context(closing(Movers(1, arena)))
         wait_for_mover(movers)
         for port in [*ports, *ports]:
-            local = Local(rows=[[arena.bytes[:64]]], into_arena=IntoArena(movers, ChunkSums(1, 64, 64)))
-            assert movers.move(port.peer(), Transfer(1, [0], 64, DEADLINE_S, permit=bytes(24)), local, is_write=False)
+            transfer, sums = Transfer(1, [0], 64, DEADLINE_S, permit=bytes(24)), ChunkSums(1, 64, 64)
+            assert movers.move(port.peer(), transfer, Local(rows=[[arena.bytes[:64]]]), sums=sums)
         assert {port.num_connections for port in ports} == {1}
 
 

@@ -173,7 +173,7 @@ def test_bytes_of_a_device_move_in_a_process_of_their_own(
     wait_for_mover(movers)
     move, apart, blocks = movers.move, list[bool](), [3, 1, 7]
 
-    def moved(peer: Any, transfer: Transfer, local: Any, is_write: bool) -> bool:
+    def moved(peer: Any, transfer: Transfer, local: Any, is_write: bool = False) -> bool:
         apart.append(move(peer, transfer, local, is_write=is_write))
         return apart[-1]
 
