@@ -208,23 +208,23 @@ class WriteBack:
 def test_a_drain_of_a_large_pool_leaves_the_loop_its_turns() -> None:
     num_blocks, chain = 200_000, 2_000
 
-    async def longest_turn_s() -> float:
-        longest_s, draining = 0.0, asyncio.create_task(rig.drain())
+    async def turns_s() -> list[float]:
+        turns_s, draining = list[float](), asyncio.create_task(rig.drain())
         while not draining.done():
             began_at = time.thread_time()
             await asyncio.sleep(0)
-            longest_s = max(longest_s, time.thread_time() - began_at)
+            turns_s.append(time.thread_time() - began_at)
             assert rig.tiered.num_queued <= demoter.MAX_QUEUED + chain
         await draining
-        return longest_s
+        return turns_s
 
     with no_collections():
         rig = WriteBack(num_blocks + num_blocks // 8)  # More than the reserve, below which blocks are written earlier.
         for first in range(0, num_blocks, chain):
             rig.put(first, chain)
-        longest_s = asyncio.run(longest_turn_s())
+        turns = asyncio.run(turns_s())
     assert len(rig.written) == num_blocks
-    assert longest_s < 0.05, "several times what a step takes, and a tenth of what all of them take"
+    assert max(turns) < 0.1 * sum(turns), "several times what a step takes"
 
 
 def test_a_drain_writes_the_last_used_prefixes_first_and_each_in_its_order() -> None:
