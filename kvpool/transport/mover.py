@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 MOVERS = 2
 """Processes: a rank stores with one thread, and loads with another."""
 
+MAX_PEERS = 64
+"""Servers that one server reads from, and to which a process keeps connections; the longest unread gives way."""
+
 MEMORY_BYTES = STAGING_BYTES // MOVERS
 """Of each process."""
 

@@ -5,24 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from multiprocessing.connection import Connection
-from typing import Any
-
-import numpy as np
 
 from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.transport.base import Buffers, Local
 from kvpool.transport.child_process import exit_with_parent, receive_settings
 from kvpool.transport.chunk_sums import ChunkSums
 from kvpool.transport.helpers import STAGING_BYTES, Helpers, Staging
-from kvpool.transport.mover import MEMORY_BYTES, Batch, CallbackError
+from kvpool.transport.mover import MAX_PEERS, MEMORY_BYTES, Batch, CallbackError, SumArray
 from kvpool.transport.segment import Segment
 from kvpool.transport.tcp import TcpRead, TcpWrite
 from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_transfer import ConnectionPool
-
-MAX_PEERS = 64
-"""Servers to which connections are kept, as many as a server reads from; those of the one that was not read for longest
-are closed."""
 
 
 def main() -> None:
@@ -62,7 +55,7 @@ def main() -> None:
                 sums = ChunkSums(len(into.offsets), transfer.region_bytes, into.chunk_bytes)
                 rows = [[arena.bytes[at : at + transfer.region_bytes]] for at in into.offsets]
                 local = Local(rows=rows, sum=sums.add)
-            said: Exception | np.ndarray[Any, np.dtype[np.uint64]] | None
+            said: Exception | SumArray | None
             try:
                 (TcpWrite if is_write else TcpRead)(transfer, local, connections(peer), helpers).run(staging)
                 said = None if sums is None else sums.values

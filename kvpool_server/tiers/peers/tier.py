@@ -20,7 +20,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import BusyError, ConfigError, LeaseExpiredError
 from kvpool.protocol.text import escaped
 from kvpool.transport.helpers import movers_of
-from kvpool.transport.mover import Movers
+from kvpool.transport.mover import MAX_PEERS, Movers
 from kvpool.transport.segment import Segment
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.tiers.calls import AWAY_S, DaemonThreadPool, Health
@@ -52,8 +52,6 @@ MAX_OWNERS = 3
 MAX_WHY_CHARS = 200
 """Of what a peer's answer says."""
 AWAY = f"not asked for up to {AWAY_S[1]:.0f} s, because a call has failed"
-MAX_PEERS = 64
-"""Servers that are reached; the one that was not asked for longest gives way."""
 
 
 class PeersTier(Tier):

@@ -22,10 +22,9 @@ from kvpool.transport.base import Buffers, Local, Transfer
 from kvpool.transport.chunk_sums import ChunkSums, sums_of
 from kvpool.transport.data_port import Kind
 from kvpool.transport.helpers import STAGING_BYTES
-from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
+from kvpool.transport.mover import MAX_PEERS, MEMORY_BYTES, MOVERS, Movers
 from kvpool.transport.segment import Segment
 from kvpool.transport.tcp import TcpTransport
-from kvpool_server.tiers.peers.tier import MAX_PEERS
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for
 from tests.support.scripted_port import scripted_port
